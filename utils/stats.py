@@ -1,0 +1,31 @@
+"""Numbers over the ones of a mask, the same whether the rows lie in one process or in many (accelerate launch)."""
+
+import torch
+
+
+def masked_mean(x, mask, accelerator):
+    """Mean of x over the mask's ones. Averaged over processes, it and its gradient are those of the mean over all rows."""
+    return (x * mask).sum() / accelerator.reduce(mask.sum(), "mean")
+
+
+def standardise(x, mask, accelerator, least=0.0):
+    """(x - mean) / standard deviation over the mask's ones, 0 elsewhere; x itself where the deviation is `least` or less."""
+    count = accelerator.reduce(mask.sum(), "sum")
+    centred = x - accelerator.reduce((x * mask).sum(), "sum") / count
+    deviation = (accelerator.reduce((centred**2 * mask).sum(), "sum") / count).sqrt()
+    return centred / deviation * mask if deviation > least else x
+
+
+def explained_variance(returns, values, mask):
+    """1 - Var(returns - values) / Var(returns) over the mask's ones: 1 a perfect critic, 0 one that knows only the mean."""
+    returns, values = returns[mask > 0], values[mask > 0]
+    return 1 - (returns - values).var(correction=0) / returns.var(correction=0)
+
+
+def clip_gradients(optimizer, max_grad_norm, accelerator):
+    """Average the gradients of an optimiser's parameters over the processes, then clip them; their norm before that."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if accelerator.num_processes > 1:
+        for parameter in parameters:
+            parameter.grad = accelerator.reduce(parameter.grad, "mean")
+    return torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
