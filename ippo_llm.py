@@ -10,10 +10,10 @@ on-policy: no importance ratio, no clipping of the policy. The other agents are 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     accelerate launch --num_processes 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
 
-Simplified: one turn, one data type for all agents, models stay in eval mode (no dropout, so that a token's probability is
-the same when it is sampled and when it is learned from). Added to CoMLRL's code, which its page documents but leaves out:
-GAE over tokens, gamma, lambda, the entropy bonus and ppo_epochs; and batched sampling, a KL penalty and held-out rewards.
-Source: IPPO (arXiv 2011.09533), GAE (arXiv 1506.02438), CoMLRL's Multi-Agent PPO page.
+Simplified: one turn; models stay in eval mode (no dropout: a token is as likely when it is learned from as when it was
+sampled). Added to CoMLRL's code, which documents but does not do them: GAE over tokens, gamma, lambda, the entropy
+bonus, ppo_epochs. Added to its page: many prompts at a time, a KL penalty, turns as actions, rewards on held-out items.
+Source: IPPO (arXiv 2011.09533), GAE (arXiv 1506.02438), CoMLRL's page on Multi-Agent PPO.
 """
 
 import copy
@@ -31,9 +31,11 @@ from torch import nn
 from utils.checkpoint import check_models, load_critic, load_model, load_tokenizer, save_agent
 from utils.cli import UserError, command_line, require
 from utils.made_text import posts
+from utils.prompts import encode_prompts, end_tokens, format_prompts
 from utils.run import Run, run_folder
 from utils.stats import clip_gradients, explained_variance, masked_mean, standardise
-from utils.tasks import batches, extra_metrics, format_prompts, load_dataset, load_task, score
+from utils.tasks import batches, extra_metrics, load_dataset, load_task, score
+from utils.words import STOPWORDS, TRANSITIONS
 
 
 @dataclass
@@ -137,7 +139,7 @@ def check(args, processes):
     counts = "num_agents rollout_buffer_size mini_batch_size num_generations ppo_epochs num_train_epochs max_new_tokens"
     sizes = "per_device_train_batch_size value_head_hidden_dim critic_value_head_hidden_dim"
     weights = (
-        "kl_coef entropy_coef value_loss_coef reward_norm_eps weight_decay actor_learning_rate critic_learning_rate"
+        "kl_coef entropy_coef value_loss_coef reward_norm_eps actor_learning_rate critic_learning_rate weight_decay"
     )
     for flags, holds, takes in [
         (counts, lambda x: x >= 1, "1 or more"),
@@ -157,29 +159,11 @@ def check(args, processes):
         require(args, flags, holds, takes)
 
 
-# --- The default task: edit it in place, or copy it to a file of your own for --task FILE.py ---------------------------
-# Writer 1 summarises a post briefly, each further writer at about twice the length of the one before; none sees another's
-# text. A single writer is held against the post itself. Rule and numbers: arXiv 2508.04652.
+# --- The default task: edit it in place, or copy it to a file of your own for --task FILE.py --------------------------
+# Writer 1 summarises a post briefly, each further writer at about twice the length of the one before; none sees what
+# another writes. A single writer's text is held against the post. Rule and numbers: arXiv 2508.04652.
 
 MIN_WORDS, MAX_WORDS = 8, 256
-TRANSITIONS = {
-    "elaboration": "also|besides|furthermore|moreover|in addition",
-    "example": "for example|for instance|especially|such as",
-    "explanation": "in fact|actually|in other words|that is",
-    "cause": "so|therefore|thus|as a result|because",
-    "contrast": "but|however|instead|on the other hand",
-    "sequence": "first|then|next|after that|finally",
-    "emphasis": "indeed|certainly|of course|clearly",
-    "summary": "in short|in summary|overall|in the end",
-    "comparison": "similarly|likewise|just like|equally",
-    "concession": "although|though|still|yet|even so",
-    "condition": "if|unless|otherwise|as long as",
-    "time": "when|before|after|later|while|now",
-}
-STOPWORDS = set(
-    "a about am an and are as at be but by did do for from had has have he her him his i if in is it its me my no not of on "
-    "or our out she should so that the their them then there they this to up was we were will with would you your".split()
-)
 
 
 def train_dataset(size, seed):
@@ -221,7 +205,7 @@ def pair_reward(short, long):
     return 0.5 + length_points + unique_points + 0.4 * transitions + 0.6 * overlap
 
 
-# --- The agent ----------------------------------------------------------------------------------------------------------
+# --- The agent --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -257,22 +241,20 @@ class Agent(nn.Module):
     def __init__(self, args, model, critic=None):
         super().__init__()
         self.actor, self.critic = copy.deepcopy(model), copy.deepcopy(critic)
+        self.requires_grad_(True)
         hidden_dim = args.critic_value_head_hidden_dim if critic else args.value_head_hidden_dim
         width = (critic or model).config.get_text_config().hidden_size
         layers = [nn.Linear(width, hidden_dim), nn.Tanh()] if hidden_dim else []
         self.value_head = nn.Sequential(*layers, nn.Linear(hidden_dim or width, 1)).to(model.device)
         nn.init.zeros_(self.value_head[-1].weight)  # values start at 0, the mean of standardised rewards
         nn.init.zeros_(self.value_head[-1].bias)
-        head = [*self.value_head.parameters()] + ([*self.critic.parameters()] if critic else [])
+        valued = [*self.value_head.parameters()] + ([*self.critic.parameters()] if critic else [])
         groups = [{"params": [*self.actor.parameters()], "lr": args.actor_learning_rate}]
-        groups += [{"params": head, "lr": args.critic_learning_rate}]
-        adam = {
-            "betas": (args.adam_beta1, args.adam_beta2),
-            "eps": args.adam_epsilon,
-            "weight_decay": args.weight_decay,
-        }
-        self.skipped = []  # for each mini-batch so far, whether its gradient was not finite
-        self.optimizers = [torch.optim.AdamW(g, **adam) for g in ([[groups[0]], [groups[1]]] if critic else [groups])]
+        groups += [{"params": valued, "lr": args.critic_learning_rate}]
+        adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        adam["weight_decay"] = args.weight_decay
+        self.optimizers = [torch.optim.AdamW(g, **adam) for g in ([groups[:1], groups[1:]] if critic else [groups])]
+        self.skipped = 0  # mini-batches running whose gradient was not finite
 
     def values(self, hidden):
         """[..., D] hidden states to [...] values."""
@@ -300,30 +282,16 @@ def sample(agent, tokenizer, prompts, args, generator):
     Only rows that still run are computed. Raises UserError where a prompt leaves the model no room for the response.
     """
     actor, device, B, L = agent.actor, agent.actor.device, len(prompts), args.max_new_tokens
-    encoded = tokenizer(prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt").to(
-        device
-    )
-    prompt_ids, prompt_mask = encoded.input_ids, encoded.attention_mask
-    longest, room = prompt_ids.shape[1], getattr(actor.config.get_text_config(), "max_position_embeddings", None)
-    if room and longest + L > room:
-        raise UserError(f"--max-new-tokens {L} and a prompt of {longest} tokens exceed the model's {room} positions")
-    ends = actor.generation_config.eos_token_id
-    ends = torch.tensor([tokenizer.eos_token_id] + (ends if isinstance(ends, list) else [ends or 0]), device=device)
+    prompt_ids, prompt_mask = encode_prompts(prompts, tokenizer, actor, args.max_new_tokens)
+    ends = torch.tensor(end_tokens(actor, tokenizer), device=device)
+    outputs = {"use_cache": True, "logits_to_keep": 1, "output_hidden_states": agent.critic is None}
     response_ids = torch.full((B, L), tokenizer.pad_token_id, device=device)
     mask, logprobs, values = (torch.zeros(B, L, device=device) for _ in range(3))
     for running in torch.arange(B, device=device).split((args.per_device_train_batch_size or B) * args.num_generations):
         inputs, attention, cache = prompt_ids[running], prompt_mask[running], None
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         for t in range(L):
-            out = actor(
-                inputs,
-                attention_mask=attention,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                output_hidden_states=agent.critic is None,
-            )
+            out = actor(inputs, attention_mask=attention, position_ids=positions, past_key_values=cache, **outputs)
             logits = out.logits[:, -1].float() / args.temperature
             tokens = choose(logits, args, generator)
             response_ids[running, t], mask[running, t] = tokens, 1.0
@@ -348,38 +316,32 @@ def inputs_of(batch):
     """What a model reads to predict every response token: all tokens but the last, with masks and positions."""
     attention = torch.cat([batch.prompt_mask, batch.mask.long()], 1)[:, :-1]
     ids = torch.cat([batch.prompt_ids, batch.response_ids], 1)[:, :-1]
-    return {"input_ids": ids, "attention_mask": attention, "position_ids": (attention.cumsum(1) - 1).clamp(min=0)}
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": attention, "position_ids": positions, "use_cache": False}
 
 
-def evaluate_policy(actor, batch, temperature, hidden_states=False):
-    """log pi(a_t|h_t) and the entropy of pi(.|h_t) in nats, both [B, L], and the hidden states [B, L, D] if asked for."""
+def evaluate_policy(actor, batch, temperature):
+    """log pi(a_t|h_t) and the entropy of pi(.|h_t) in nats, each [B, L], and the actor's hidden states [B, L, D]."""
     L = batch.mask.shape[1]
-    out = actor(**inputs_of(batch), logits_to_keep=L, output_hidden_states=hidden_states, use_cache=False)
+    out = actor(**inputs_of(batch), logits_to_keep=L, output_hidden_states=True)
     log_pi = (out.logits.float() / temperature).log_softmax(-1)
-    logprobs = log_pi.gather(-1, batch.response_ids[..., None]).squeeze(-1)
     entropy = -(log_pi.exp() * log_pi).sum(-1)
-    return logprobs, entropy, out.hidden_states[-1][:, -L:] if hidden_states else None
+    return log_pi.gather(-1, batch.response_ids[..., None]).squeeze(-1), entropy, out.hidden_states[-1][:, -L:]
 
 
 def evaluate_critic(agent, batch):
-    """V(h_t) [B, L] of a separate critic, read where an actor's logits would predict a_t."""
-    return agent.values(agent.critic(**inputs_of(batch), use_cache=False).last_hidden_state[:, -batch.mask.shape[1] :])
+    """V(h_t) [B, L] of a separate critic, read at the positions whose logits predict a_t."""
+    return agent.values(agent.critic(**inputs_of(batch)).last_hidden_state[:, -batch.mask.shape[1] :])
 
 
-def evaluate(agent, batch, temperature):
-    """log pi(a_t|h_t), entropy and V(h_t) of a batch of responses, each [B, L]."""
-    logprobs, entropy, hidden = evaluate_policy(agent.actor, batch, temperature, hidden_states=agent.critic is None)
-    return logprobs, entropy, evaluate_critic(agent, batch) if agent.critic else agent.values(hidden)
-
-
-# --- Advantages and losses ----------------------------------------------------------------------------------------------
+# --- Advantages and losses --------------------------------------------------------------------------------------------
 
 
 def gae(rewards, values, mask, gamma, gae_lambda):
-    """Generalised advantage estimation (arXiv 1506.02438, equation 16) over actions: all [B, L], a row's mask is 1s then 0s.
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) of actions, all [B, L]; a mask's row is 1s, then 0s.
 
     A_t = sum_l (gamma lambda)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t and V = 0 after the last action.
-    Returns (advantages, returns), returns = A + V the critic's targets; zero where the mask is.
+    Returns (advantages, returns), with returns = A + V the critic's targets; 0 where the mask is 0.
     """
     values = values * mask
     deltas = (rewards + gamma * nn.functional.pad(values[:, 1:], (0, 1)) - values) * mask
@@ -391,87 +353,87 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 
 @torch.no_grad()
 def estimate_advantages(agent, reference, rollout, rewards, args, accelerator):
-    """Give a rollout its values, advantages and returns from rewards [B]; how far it is from the initial policy, in numbers.
+    """Give a rollout its values, advantages and returns, from rewards [B]; returns metrics.
 
     A response's reward lands on its last token, and every token pays kl_coef * (log pi - log pi_ref).
     """
     mask, rows = rollout.mask, torch.arange(len(rewards), device=rewards.device)
-    reference_logprobs = torch.zeros_like(mask)
-    rollout.values = torch.zeros_like(mask) if agent.critic else rollout.values
+    reference_logprobs, values = torch.zeros_like(mask), torch.zeros_like(mask)
     for part in rows.split(args.mini_batch_size):
-        batch = rollout.select(part)
+        batch, L = rollout.select(part), int(mask[part].sum(1).max())
         with accelerator.autocast():
-            L = batch.mask.shape[1]
             reference_logprobs[part, :L] = evaluate_policy(reference, batch, args.temperature)[0]
-            if agent.critic:
-                rollout.values[part, :L] = evaluate_critic(agent, batch)
+            values[part, :L] = evaluate_critic(agent, batch) if agent.critic else batch.values
     if args.reward_normalization:
         rewards = standardise(rewards, torch.ones_like(rewards), accelerator, args.reward_norm_eps)
     log_ratio = (rollout.logprobs - reference_logprobs) * mask
     token_rewards = -args.kl_coef * log_ratio
     token_rewards[rows, mask.sum(1).long() - 1] += rewards
-    rollout.action_mask = mask
-    if args.action_granularity == "turn":
-        token_rewards, rollout.values, rollout.action_mask = (
-            token_rewards.sum(1, True),
-            rollout.values[:, :1],
-            mask[:, :1],
-        )
-    rollout.advantages, rollout.returns = gae(
-        token_rewards, rollout.values, rollout.action_mask, args.gamma, args.gae_lambda
-    )
-    distance = {
-        "kl": masked_mean(log_ratio, mask, accelerator),
-        "reference_logprob": masked_mean(reference_logprobs, mask, accelerator),
-        "explained_variance": explained_variance(rollout.returns, rollout.values, rollout.action_mask),
-        "response_length": mask.sum(1).mean(),
-    }
+    if args.action_granularity == "turn":  # the response's reward, and the value at the last prompt token
+        token_rewards, values, mask = token_rewards.sum(1, keepdim=True), values[:, :1], mask[:, :1]
+    advantages, returns = gae(token_rewards, values, mask, args.gamma, args.gae_lambda)
+    rollout.values, rollout.action_mask, rollout.advantages, rollout.returns = values, mask, advantages, returns
     if args.advantage_normalization:
-        rollout.advantages = standardise(rollout.advantages, rollout.action_mask, accelerator)
-    return distance
+        rollout.advantages = standardise(advantages, mask, accelerator)
+    return {
+        "kl": masked_mean(log_ratio, rollout.mask, accelerator),
+        "reference_logprob": masked_mean(reference_logprobs, rollout.mask, accelerator),
+        "explained_variance": explained_variance(returns, values, mask),
+        "response_length": rollout.mask.sum(1).mean(),
+    }
+
+
+def losses(agent, batch, args, accelerator):
+    """The loss of a mini-batch and its parts, scalars: means over actions (entropy and approx_kl: over tokens)."""
+    logprobs, entropy, hidden = evaluate_policy(agent.actor, batch, args.temperature)
+    values = evaluate_critic(agent, batch) if agent.critic else agent.values(hidden)
+    log_ratio = (logprobs - batch.logprobs).detach()
+    approx_kl = masked_mean(log_ratio.exp() - 1 - log_ratio, batch.mask, accelerator)
+    entropy = masked_mean(entropy, batch.mask, accelerator)
+    if args.action_granularity == "turn":  # log pi of a response is the sum over its tokens
+        logprobs, values = (logprobs * batch.mask).sum(1, keepdim=True), values[:, :1]
+    policy_loss = -masked_mean(logprobs * batch.advantages, batch.action_mask, accelerator)
+    value_error = (values - batch.returns) ** 2
+    if args.value_clip_range is not None:
+        near = batch.values + (values - batch.values).clamp(-args.value_clip_range, args.value_clip_range)
+        value_error = torch.max(value_error, (near - batch.returns) ** 2)
+    value_loss = masked_mean(value_error, batch.action_mask, accelerator)
+    loss = policy_loss - args.entropy_coef * entropy + args.value_loss_coef * value_loss
+    return {
+        "loss": loss,
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy,
+        "approx_kl": approx_kl,
+    }
 
 
 def update(agent, rollout, args, accelerator, generator):
-    """Learn from a rollout: the means of its losses, entropy, approximate KL to the sampling policy and gradient norm.
+    """Learn from a rollout; returns metrics, means over the mini-batches.
 
-    A mini-batch whose gradient is not finite changes nothing. Raises UserError after three such in a row.
+    A mini-batch whose gradient is not finite changes nothing. Raises UserError after three such running.
     """
     history = []
     for _ in range(args.ppo_epochs):
         order = torch.randperm(len(rollout.mask), generator=generator, device=generator.device)
         for rows in order.split(args.mini_batch_size // accelerator.num_processes):
-            batch = rollout.select(rows)
             with accelerator.autocast():
-                logprobs, entropy, values = evaluate(agent, batch, args.temperature)
-            log_ratio = (logprobs - batch.logprobs).detach()
-            approx_kl = masked_mean(log_ratio.exp() - 1 - log_ratio, batch.mask, accelerator)
-            entropy = masked_mean(entropy, batch.mask, accelerator)
-            if args.action_granularity == "turn":  # log pi of a response is the sum over its tokens
-                logprobs, values = (logprobs * batch.mask).sum(1, keepdim=True), values[:, :1]
-
-            policy_loss = -masked_mean(logprobs * batch.advantages, batch.action_mask, accelerator)
-            value_error = (values - batch.returns) ** 2
-            if args.value_clip_range is not None:
-                near = batch.values + (values - batch.values).clamp(-args.value_clip_range, args.value_clip_range)
-                value_error = torch.max(value_error, (near - batch.returns) ** 2)
-            value_loss = masked_mean(value_error, batch.action_mask, accelerator)
-            loss = policy_loss - args.entropy_coef * entropy + args.value_loss_coef * value_loss
-            accelerator.backward(loss)
-
+                metrics = losses(agent, rollout.select(rows), args, accelerator)
+            accelerator.backward(metrics.pop("loss"))
             norms = [clip_gradients(optimizer, args.max_grad_norm, accelerator) for optimizer in agent.optimizers]
-            agent.skipped.append(not all(norm.isfinite() for norm in norms))
+            finite = all(norm.isfinite() for norm in norms)
             for optimizer in agent.optimizers:
-                if not agent.skipped[-1]:
+                if finite:
                     optimizer.step()
                 optimizer.zero_grad()
-            if agent.skipped[-3:] == [True] * 3:
-                raise UserError("the gradient was not finite in three updates running: lower the learning rates")
-            history.append({"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy})
-            history[-1] |= {"approx_kl": approx_kl, "grad_norm": norms[0]}
-    return {name: torch.stack([losses[name].detach() for losses in history]).mean() for name in history[0]}
+            agent.skipped = 0 if finite else agent.skipped + 1
+            if agent.skipped == 3:
+                raise UserError("three gradients running were not finite: lower --actor-learning-rate or --temperature")
+            history.append(metrics | {"grad_norm": norms[0], "skipped_updates": torch.tensor(float(not finite))})
+    return {name: torch.stack([metrics[name].detach() for metrics in history]).mean() for name in history[0]}
 
 
-# --- The loop -----------------------------------------------------------------------------------------------------------
+# --- The loop ---------------------------------------------------------------------------------------------------------
 
 
 def main(args, task=None, model=None, tokenizer=None):
@@ -535,16 +497,13 @@ def main(args, task=None, model=None, tokenizer=None):
             row = {"reward_mean": joint.mean(), "reward_std": joint.std(correction=0)}
             row |= {name: sum(m.pop(name) for m in metrics) / len(agents) for name in ("kl", "reference_logprob")}
             row |= {f"agent_{i}/{name}": x for i, m in enumerate(metrics) for name, x in m.items()}
-            row |= extra_metrics(task, rollouts) | {
-                "new_tokens": sum(rollout.mask.sum() for rollout in rollouts) * processes
-            }
+            row |= extra_metrics(task, rollouts)
+            row["new_tokens"] = sum(rollout.mask.sum() for rollout in rollouts) * processes
             if held_out and (step % args.eval_interval == 0 or step in (1, updates)):
                 same = torch.Generator(device).manual_seed(args.seed + rank)  # the same noise at every evaluation
                 team, _ = play(held_out[rank::processes], same, lambda _: run.time("held-out"))
                 row["eval/reward_mean"] = torch.stack([rollout.rewards for rollout in team]).mean()
-            row = {
-                name: accelerator.reduce(torch.as_tensor(x, device=device), "mean").item() for name, x in row.items()
-            }
+            row = {k: accelerator.reduce(torch.as_tensor(x, device=device), "mean").item() for k, x in row.items()}
             done = {"global_step": step * args.rollout_buffer_size, "epoch": step * items_per_update / len(train_items)}
             run.log(done | row, items, rollouts)
     return agents, run

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from utils.cli import UserError
 
-
 CRITIC = "--critic-model-name-or-path"
 
 
@@ -34,7 +33,7 @@ def check_models(args, model=None):
 
 
 def check_model(name, flag, trust_remote_code):
-    """Raise UserError unless `name` is a folder with a model, a hub model that was downloaded before, or one in reach."""
+    """Raise UserError unless `name` is a model's folder, a hub model downloaded before, or one in reach."""
     name = locate(name)
     if Path(name).exists():
         if not (Path(name) / "config.json").is_file():
@@ -64,7 +63,7 @@ def load_tokenizer(args):
 
 
 def load_model(args, model=None, name=None, flag="--model", auto_class=AutoModelForCausalLM):
-    """A frozen model in eval mode: a copy of `model`, or what the flag names. Raises UserError where it can't be loaded."""
+    """A frozen model in eval mode: a copy of `model`, or what the flag names; UserError if it can't be loaded."""
     if model is None:
         transformers.utils.logging.disable_progress_bar()
         try:

@@ -54,7 +54,7 @@ def parse(Args, argv=None, description=None):
 
 
 def command_line(main, Args, description):
-    """Run main(Args) as a command: errors that the user can mend are one line on standard error, without a traceback."""
+    """Run main(Args) as a command; an error that the user can mend is one line on standard error, no traceback."""
     script = Path(sys.argv[0]).name
     try:
         main(parse(Args, description=description))

@@ -26,35 +26,85 @@ WHO = (
 )
 STORIES = [
     [
-        (["{time} {she} took my {thing} without asking me."], ["{name} took my {thing} without asking.", "{time} {name} took my {thing} and did not ask me."]),
-        (["When {she} gave it back, the {thing} was broken and dirty."], ["The {thing} came back broken.", "{She} gave the {thing} back broken and dirty."]),
-        (["I asked {her} to pay for it, but {she} only laughed."], ["{name} will not pay for it.", "I want {name} to pay for the {thing}, but {she} only laughed."]),
+        (
+            ["{time} {she} took my {thing} without asking me."],
+            ["{name} took my {thing} without asking.", "{time} {name} took my {thing} and did not ask me."],
+        ),
+        (
+            ["When {she} gave it back, the {thing} was broken and dirty."],
+            ["The {thing} came back broken.", "{She} gave the {thing} back broken and dirty."],
+        ),
+        (
+            ["I asked {her} to pay for it, but {she} only laughed."],
+            ["{name} will not pay for it.", "I want {name} to pay for the {thing}, but {she} only laughed."],
+        ),
     ],
     [
-        (["{time} {she} brought home a {pet} without telling me."], ["{name} has a new {pet}.", "{time} {name} brought home a {pet} without telling me."]),
-        (["The {pet} is loud all night and ruined my {thing}."], ["The {pet} ruined my {thing}.", "The {pet} is loud and I can not sleep."]),
-        (["I said the {pet} has to go, but {she} started to cry."], ["I want the {pet} to go.", "I told {name} that the {pet} has to go and {she} started to cry."]),
+        (
+            ["{time} {she} brought home a {pet} without telling me."],
+            ["{name} has a new {pet}.", "{time} {name} brought home a {pet} without telling me."],
+        ),
+        (
+            ["The {pet} is loud all night and ruined my {thing}."],
+            ["The {pet} ruined my {thing}.", "The {pet} is loud and I can not sleep."],
+        ),
+        (
+            ["I said the {pet} has to go, but {she} started to cry."],
+            ["I want the {pet} to go.", "I told {name} that the {pet} has to go and {she} started to cry."],
+        ),
     ],
     [
-        (["{time} I lent {her} {money} dollars for a new {thing}."], ["I lent {name} {money} dollars.", "{name} got {money} dollars from me for a {thing}."]),
-        (["{She} said I would get it back soon, but nothing came."], ["I did not get the money back.", "{name} said I would get it soon, but nothing came."]),
-        (["Now {she} wants to spend the money on a trip to {city}."], ["{name} wants to go to {city}.", "Now {name} wants to spend my money on a trip to {city}."]),
+        (
+            ["{time} I lent {her} {money} dollars for a new {thing}."],
+            ["I lent {name} {money} dollars.", "{name} got {money} dollars from me for a {thing}."],
+        ),
+        (
+            ["{She} said I would get it back soon, but nothing came."],
+            ["I did not get the money back.", "{name} said I would get it soon, but nothing came."],
+        ),
+        (
+            ["Now {she} wants to spend the money on a trip to {city}."],
+            ["{name} wants to go to {city}.", "Now {name} wants to spend my money on a trip to {city}."],
+        ),
     ],
     [
-        (["{time} we planned a trip to {city} for my birthday."], ["We planned a trip to {city}.", "{name} and I planned a trip to {city} for my birthday."]),
-        (["One day before the trip {she} told me {she} would not come."], ["{name} will not come.", "{name} told me one day before that {she} would not come."]),
-        (["I lost {money} dollars and had to go there alone."], ["I lost {money} dollars.", "I had to go to {city} alone and lost {money} dollars."]),
+        (
+            ["{time} we planned a trip to {city} for my birthday."],
+            ["We planned a trip to {city}.", "{name} and I planned a trip to {city} for my birthday."],
+        ),
+        (
+            ["One day before the trip {she} told me {she} would not come."],
+            ["{name} will not come.", "{name} told me one day before that {she} would not come."],
+        ),
+        (
+            ["I lost {money} dollars and had to go there alone."],
+            ["I lost {money} dollars.", "I had to go to {city} alone and lost {money} dollars."],
+        ),
     ],
     [
-        (["{time} {she} forgot to meet me at the {place}."], ["{name} forgot to meet me.", "{name} forgot that we wanted to meet at the {place}."]),
-        (["I waited there for three hours in the cold rain."], ["I waited in the rain.", "I waited for {name} three hours in the cold rain."]),
-        (["Later {she} said {she} was busy with {her_own} new {thing}."], ["{name} was busy with a {thing}.", "{name} said that {she} was busy with {her_own} new {thing}."]),
+        (
+            ["{time} {she} forgot to meet me at the {place}."],
+            ["{name} forgot to meet me.", "{name} forgot that we wanted to meet at the {place}."],
+        ),
+        (
+            ["I waited there for three hours in the cold rain."],
+            ["I waited in the rain.", "I waited for {name} three hours in the cold rain."],
+        ),
+        (
+            ["Later {she} said {she} was busy with {her_own} new {thing}."],
+            ["{name} was busy with a {thing}.", "{name} said that {she} was busy with {her_own} new {thing}."],
+        ),
     ],
-]  # fmt: skip
+]
 END = (
     ["I feel {mood} and do not know what to do. Should I talk to {her}?", "I am {mood} about it. Should I move out?"],
-    ["I feel {mood}.", "I am {mood} and want to move out.", "Should I talk to {name} about it?", "I do not know what to do."],
-)  # fmt: skip
+    [
+        "I feel {mood}.",
+        "I am {mood} and want to move out.",
+        "Should I talk to {name} about it?",
+        "I do not know what to do.",
+    ],
+)
 LINKS = [  # how a summary may go on from the fact before; one row per fact
     [""],
     ["", "", "In short, "],
@@ -65,7 +115,7 @@ LINKS = [  # how a summary may go on from the fact before; one row per fact
 
 
 def story(rng):
-    """One post and a summary of one to five of its facts; the summary's length is not told by anything in the prompt."""
+    """One post, and a summary of one to five of its facts; nothing in the post tells how many."""
     she = rng.choice(list(PEOPLE))
     who = rng.choice(PEOPLE[she])
     fill = {slot: rng.choice(words) for slot, words in SLOTS.items()}

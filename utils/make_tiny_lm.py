@@ -1,4 +1,6 @@
-"""Make the embedded language model `utils/tiny_lm/` from nothing: python -m utils.make_tiny_lm (under five minutes on two cores).
+"""Make the embedded language model `utils/tiny_lm/` from nothing, in about three and a half minutes on two cores.
+
+    python -m utils.make_tiny_lm
 
 A Llama of about a million parameters with a word-level byte-level BPE and a chat template, trained on text composed by
 made_text.py. It is an ordinary Hugging Face folder: AutoModelForCausalLM and AutoTokenizer open it like any other.

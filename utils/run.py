@@ -23,7 +23,7 @@ PACKAGES = "torch transformers accelerate datasets tokenizers safetensors numpy 
 
 
 def run_folder(args, script):
-    """The folder that the run will write, not made yet. Raises UserError where a run is in it and --overwrite is not set."""
+    """The folder that the run will write, not made yet. Raises UserError where a run is in it, without --overwrite."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = Path(args.output_dir or f"runs/{script}__{Path(args.task).stem}__{args.seed}__{stamp}")
     if folder.exists() and not folder.is_dir():
@@ -80,8 +80,8 @@ class Run:
     def log(self, row, items, rollouts):
         """Write an update: its numbers (`reward_mean` and `new_tokens` among them) and its first joint samples.
 
-        `items` are the B items, `rollouts` has for each agent its B `texts` and B `rewards`. Adds the seconds of each phase
-        since the last call, and the speeds; `new_tokens` is not written.
+        `items` are the B items; `rollouts` has for each agent its B `texts` and B `rewards`. Adds the seconds of each
+        phase since the last call, and the speeds; `new_tokens` is not written.
         """
         seconds, self.seconds = self.seconds, {}
         for phase, spent in seconds.items():
@@ -223,7 +223,7 @@ def side_by_side(samples, width=None):
 
 
 def draw_curves(rows, path, title):
-    """curves.png: reward, response lengths, entropy, value loss, explained variance and distance to the initial model."""
+    """curves.png: reward, response lengths, entropy, value loss, explained variance, distance to the initial model."""
     steps = [row["global_step"] for row in rows]
     agents = [key.split("/")[0] for key in rows[0] if key.endswith("/policy_loss")]
     figure = Figure(figsize=(12, 6.5), layout="constrained")

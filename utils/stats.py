@@ -4,12 +4,12 @@ import torch
 
 
 def masked_mean(x, mask, accelerator):
-    """Mean of x over the mask's ones. Averaged over processes, it and its gradient are those of the mean over all rows."""
+    """Mean of x over the mask's ones; averaged over processes, it and its gradient are those of all rows together."""
     return (x * mask).sum() / accelerator.reduce(mask.sum(), "mean")
 
 
 def standardise(x, mask, accelerator, least=0.0):
-    """(x - mean) / standard deviation over the mask's ones, 0 elsewhere; x itself where the deviation is `least` or less."""
+    """(x - mean) / deviation over the mask's ones, 0 elsewhere; x itself where its deviation is at most `least`."""
     count = accelerator.reduce(mask.sum(), "sum")
     centred = x - accelerator.reduce((x * mask).sum(), "sum") / count
     deviation = (accelerator.reduce((centred**2 * mask).sum(), "sum") / count).sqrt()
@@ -17,7 +17,7 @@ def standardise(x, mask, accelerator, least=0.0):
 
 
 def explained_variance(returns, values, mask):
-    """1 - Var(returns - values) / Var(returns) over the mask's ones: 1 a perfect critic, 0 one that knows only the mean."""
+    """1 - Var(returns - values) / Var(returns) over the mask's ones: 1 for a perfect critic, 0 for a constant one."""
     returns, values = returns[mask > 0], values[mask > 0]
     return 1 - (returns - values).var(correction=0) / returns.var(correction=0)
 

@@ -1,12 +1,12 @@
-"""Tasks: load one by name or from a file, turn its items into prompts, call its reward function and check what it says.
+"""Tasks: load one by name or from a file, call its reward function and check what it says.
 
 A task is a module (or any object) with
 
     train_dataset(size, seed), eval_dataset(size, seed) -> datasets.Dataset; the second may be left out
-    formatters: one callable, or a list of one for each agent; item -> str, or chat messages for the tokenizer's template;
-        a callable with a parameter `agent` gets the agent's number, from 0
-    reward_func(*completions): N lists of B strings -> B floats (one joint reward each), or N lists of B floats (one list
-        for each agent); it also gets `items=` and `prompts=` (N lists of B strings) if it has parameters of these names
+    formatters: one callable, or a list of one for each agent; item -> str, or chat messages for the tokenizer's
+        template; a callable with a parameter `agent` gets the agent's number, from 0
+    reward_func(*completions): N lists of B strings -> B floats (one joint reward each), or N lists of B floats (one
+        list for each agent); with parameters `items` and `prompts` it gets these too: B items, N lists of B strings
     optional: reward_processor(float) -> float; metrics_callback(rollouts) -> {name: float}
 """
 
@@ -80,32 +80,11 @@ def batches(dataset, size, epochs, seed):
             indices = indices[size:]
 
 
-def format_prompts(task, items, agent, tokenizer):
-    """The prompts (strings, special tokens included) that an agent answers for these items."""
-    formatter = task.formatters[agent] if isinstance(task.formatters, (list, tuple)) else task.formatters
-    more = {"agent": agent} if "agent" in inspect.signature(formatter).parameters else {}
-    prompts = []
-    for number, item in enumerate(items):
-        try:
-            prompt = formatter(item, **more)
-            if isinstance(prompt, str):
-                prompt = tokenizer.decode(tokenizer("").input_ids) + prompt  # where the model wants it, a first token
-            elif tokenizer.chat_template:
-                prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-            else:
-                prompt = "\n\n".join(message["content"] for message in prompt) + "\n\n"
-        except Exception as error:
-            what = f"formatter of agent {agent} failed on item {number}, {one_line(item, 80)}"
-            raise TaskError(f"{what}: {type(error).__name__}: {error}") from error
-        prompts.append(prompt)
-    return prompts
-
-
 def score(task, items, prompts, completions):
     """Rewards of B joint samples, N lists of B floats, from N lists of prompts and of completions.
 
-    Returns them as reward_func gave them and as reward_processor (if any) left them. Raises TaskError, naming the function,
-    the item and the value, where a function raises or returns anything but finite numbers.
+    Returns them as reward_func gave them and as reward_processor (if any) left them. Raises TaskError, naming the
+    function, the item and the value, where a function raises or returns anything but finite numbers.
     """
     N, B = len(completions), len(items)
     rewards = call_reward(task.reward_func, items, prompts, completions)
@@ -139,14 +118,15 @@ def call_reward(reward_func, items, prompts, completions):
     try:
         return call(range(len(items)))
     except Exception as error:
-        name, where = getattr(reward_func, "__name__", "reward_func"), f"the batch of {len(items)} items"
+        cause, where = error, f"the batch of {len(items)} items"
         for k in range(len(items)):  # which item is it?
             try:
                 call([k])
             except Exception as single:
-                error, where = single, f"item {k}, {one_line(items[k], 80)}"
+                cause, where = single, f"item {k}, {one_line(items[k], 80)}"
                 break
-        raise TaskError(f"{name} raised {type(error).__name__}: {error} on {where}") from error
+        name = getattr(reward_func, "__name__", "reward_func")
+        raise TaskError(f"{name} raised {type(cause).__name__}: {cause} on {where}") from cause
 
 
 def processed_value(processor, value, k, item):
