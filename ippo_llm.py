@@ -27,8 +27,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
+from tqdm import tqdm
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from utils.checkpoint import check_models, load_critic, load_model, load_tokenizer, save_agent
+from utils.checkpoint import check_models, load_critic, load_model, load_tokenizer, save_agents
 from utils.cli import UserError, command_line, require
 from utils.made_text import posts
 from utils.prompts import encode_prompts, end_tokens, format_prompts
@@ -68,9 +70,9 @@ class ModelArgs:
     use_separate_critic: bool = False  # give each agent a critic model of its own, instead of a value head on its actor
     critic_model_name_or_path: str | None = None  # model that separate critics start from; none: --model
     critic_value_head_hidden_dim: int | None = (
-        None  # hidden units of a separate critic's value head; none: a linear head
+        None  # hidden units of a separate critic's value head; none: it is linear
     )
-    value_head_hidden_dim: int | None = None  # hidden units of the value head on an actor; none: a linear head
+    value_head_hidden_dim: int | None = None  # hidden units of the value head on an actor; none: it is linear
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # data type of the models' weights
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
@@ -83,9 +85,7 @@ class SamplingArgs:
 
     rollout_buffer_size: int = 64  # joint samples (one answer of every agent) between two updates, over all processes
     num_generations: int = 1  # joint samples of each item in a rollout
-    per_device_train_batch_size: int | None = (
-        None  # items answered at once on a device, which bounds the key-value cache; none: the whole rollout
-    )
+    per_device_train_batch_size: int | None = None  # items answered at once on a device; none: the whole rollout
     max_new_tokens: int = 64  # longest response in tokens; a longer one is cut and counts as finished
     do_sample: bool = True  # sample; --no-do-sample: take the likeliest token
     temperature: float = 1.0  # the logits are divided by it
@@ -100,17 +100,13 @@ class AlgorithmArgs:
     gamma: float = 1.0  # discount factor
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     action_granularity: Literal["token", "turn"] = "token"  # an action is one token, or one whole response
-    kl_coef: float = (
-        0.02  # penalty on the reward for each nat by which a token is likelier than under the initial model
-    )
+    kl_coef: float = 0.02  # penalty on the reward for each nat a token is likelier than under the initial model
     reward_normalization: bool = True  # standardise rewards over the rollout
     reward_norm_eps: float = 1e-3  # leave rewards as they are where their standard deviation is below this
     advantage_normalization: bool = True  # standardise advantages over the rollout
     entropy_coef: float = 0.0  # beta, the weight of the entropy bonus
     value_loss_coef: float = 0.02  # weight of the value loss
-    value_clip_range: float | None = (
-        0.2  # a value may move so far from its old one before its loss is clipped; none: any distance
-    )
+    value_clip_range: float | None = 0.2  # a value's loss is clipped this far from its old value; none: not at all
     ppo_epochs: int = 1  # passes over a rollout
     mini_batch_size: int = 32  # joint samples in an optimiser step, over all processes
 
@@ -138,9 +134,7 @@ def check(args, processes):
     inf, share = float("inf"), args.num_generations * processes
     counts = "num_agents rollout_buffer_size mini_batch_size num_generations ppo_epochs num_train_epochs max_new_tokens"
     sizes = "per_device_train_batch_size value_head_hidden_dim critic_value_head_hidden_dim"
-    weights = (
-        "kl_coef entropy_coef value_loss_coef reward_norm_eps actor_learning_rate critic_learning_rate weight_decay"
-    )
+    weights = "kl_coef entropy_coef value_loss_coef reward_norm_eps weight_decay"
     for flags, holds, takes in [
         (counts, lambda x: x >= 1, "1 or more"),
         ("train_size eval_size", lambda x: x >= processes, f"{processes} or more"),
@@ -150,9 +144,10 @@ def check(args, processes):
         ("gamma gae_lambda", lambda x: 0 <= x <= 1, "a number from 0 to 1"),
         ("adam_beta1 adam_beta2", lambda x: 0 <= x < 1, "a number from 0 to below 1"),
         ("top_p", lambda x: 0 < x <= 1, "a number above 0, at most 1"),
-        ("temperature max_grad_norm adam_epsilon", lambda x: 0 < x < inf, "a number above 0"),
+        ("temperature", lambda x: 0 < x < inf, "a number above 0; for the likeliest tokens there is --no-do-sample"),
+        ("max_grad_norm adam_epsilon", lambda x: 0 < x < inf, "a number above 0"),
         ("value_clip_range", lambda x: x is None or 0 < x < inf, "a number above 0, or none"),
-        (weights, lambda x: 0 <= x < inf, "a number of 0 or more"),
+        (f"{weights} actor_learning_rate critic_learning_rate", lambda x: 0 <= x < inf, "a number of 0 or more"),
         ("rollout_buffer_size", lambda x: x % share == 0, f"a multiple of generations x processes, {share}"),
         ("mini_batch_size", lambda x: x % processes == 0, f"a multiple of the {processes} processes"),
     ]:
@@ -251,8 +246,7 @@ class Agent(nn.Module):
         valued = [*self.value_head.parameters()] + ([*self.critic.parameters()] if critic else [])
         groups = [{"params": [*self.actor.parameters()], "lr": args.actor_learning_rate}]
         groups += [{"params": valued, "lr": args.critic_learning_rate}]
-        adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-        adam["weight_decay"] = args.weight_decay
+        adam = dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay)
         self.optimizers = [torch.optim.AdamW(g, **adam) for g in ([groups[:1], groups[1:]] if critic else [groups])]
         self.skipped = 0  # mini-batches running whose gradient was not finite
 
@@ -266,12 +260,9 @@ def choose(logits, args, generator):
     if not args.do_sample:
         return logits.argmax(-1)
     if args.top_k:
-        worst = logits.topk(min(args.top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < worst, -torch.inf)
+        logits = TopKLogitsWarper(args.top_k)(None, logits)
     if args.top_p < 1:
-        probs, order = logits.softmax(-1).sort(descending=True)
-        beyond = probs.cumsum(-1) - probs >= args.top_p  # the token that reaches top_p is kept
-        logits = logits.masked_fill(beyond.scatter(1, order, beyond), -torch.inf)
+        logits = TopPLogitsWarper(args.top_p)(None, logits)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
 
 
@@ -421,7 +412,7 @@ def update(agent, rollout, args, accelerator, generator):
                 metrics = losses(agent, rollout.select(rows), args, accelerator)
             accelerator.backward(metrics.pop("loss"))
             norms = [clip_gradients(optimizer, args.max_grad_norm, accelerator) for optimizer in agent.optimizers]
-            finite = all(norm.isfinite() for norm in norms)
+            finite = torch.stack(norms).isfinite().all().float()
             for optimizer in agent.optimizers:
                 if finite:
                     optimizer.step()
@@ -429,7 +420,9 @@ def update(agent, rollout, args, accelerator, generator):
             agent.skipped = 0 if finite else agent.skipped + 1
             if agent.skipped == 3:
                 raise UserError("three gradients running were not finite: lower --actor-learning-rate or --temperature")
-            history.append(metrics | {"grad_norm": norms[0], "skipped_updates": torch.tensor(float(not finite))})
+            if not finite:
+                tqdm.write("a gradient was not finite: its mini-batch is skipped")
+            history.append(metrics | {"grad_norm": norms[0], "skipped": 1 - finite})
     return {name: torch.stack([metrics[name].detach() for metrics in history]).mean() for name in history[0]}
 
 
@@ -439,8 +432,7 @@ def update(agent, rollout, args, accelerator, generator):
 def main(args, task=None, model=None, tokenizer=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can mend.
 
-    `task` (any object with the names of a task), `model` (a loaded PreTrainedModel, which is copied, not changed) and
-    `tokenizer` stand in for what the flags name.
+    `task` (any object with a task's names), `model` (loaded; it is copied) and `tokenizer` replace what the flags name.
     """
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
     device, rank, processes = accelerator.device, accelerator.process_index, accelerator.num_processes
@@ -448,12 +440,10 @@ def main(args, task=None, model=None, tokenizer=None):
     task = load_task(task or args.task, sys.modules[__name__], args.num_agents)
     folder = run_folder(args, "ippo_llm")
     check_models(args, model)
-    train_items = load_dataset(task, "train_dataset", args.train_size, args.seed)
-    held_out = [*load_dataset(task, "eval_dataset", args.eval_size, args.seed)] if args.eval_interval else []
     items_per_update = args.rollout_buffer_size // args.num_generations
+    train_items = load_dataset(task, "train_dataset", args.train_size, args.seed, items_per_update)
+    held_out = [*load_dataset(task, "eval_dataset", args.eval_size, args.seed)] if args.eval_interval else []
     updates = args.num_train_epochs * len(train_items) // items_per_update
-    if updates == 0:
-        raise UserError(f"--rollout-buffer-size takes at most the items of all epochs, {len(train_items)} in the data")
 
     set_seed(args.seed)
     tokenizer = tokenizer or load_tokenizer(args)
@@ -473,11 +463,7 @@ def main(args, task=None, model=None, tokenizer=None):
                 rollout.rewards = torch.tensor(rewards, device=device)
         return rollouts, torch.tensor(processed, device=device)
 
-    def save(path):
-        for i, agent in enumerate(agents):
-            save_agent(path / f"agent_{i}", agent.actor, tokenizer, agent.value_head, agent.critic)
-
-    with Run(folder, args, updates, save, accelerator.is_main_process) as run:
+    with Run(folder, args, updates, lambda path: save_agents(path, agents, tokenizer), accelerator) as run:
         data = batches(train_items, items_per_update, args.num_train_epochs, args.seed)
         for step, items in enumerate(run.progress(data), 1):
             # 1. Every agent answers, and the team is scored.

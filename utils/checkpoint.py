@@ -96,18 +96,19 @@ def load_critic(args, model, tokenizer):
     return critic
 
 
-def save_agent(folder, actor, tokenizer, value_head, critic=None):
-    """Write an agent as a Hugging Face folder, its value head and its critic beside the actor; whole or not at all."""
-    folder = Path(folder)
-    fresh = folder.with_name(folder.name + ".writing")
-    shutil.rmtree(fresh, ignore_errors=True)
-    actor.save_pretrained(fresh)
-    tokenizer.save_pretrained(fresh)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in value_head.state_dict().items()},
-        fresh / "value_head.safetensors",
-    )
-    if critic is not None:
-        critic.save_pretrained(fresh / "critic")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(fresh, folder)
+def save_agents(folder, agents, tokenizer):
+    """Write each agent's `actor` as a Hugging Face folder agent_<i>, its `value_head` and `critic` (if any) beside it.
+
+    A folder is whole or not there: it is written aside, then renamed.
+    """
+    for i, agent in enumerate(agents):
+        final = Path(folder) / f"agent_{i}"
+        aside = final.with_name(final.name + ".writing")
+        shutil.rmtree(aside, ignore_errors=True)
+        agent.actor.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        save_file(dict(agent.value_head.state_dict()), aside / "value_head.safetensors")
+        if agent.critic is not None:
+            agent.critic.save_pretrained(aside / "critic")
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(aside, final)

@@ -36,10 +36,14 @@ def one_line(text, most=200):
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def title(group):
+    return group.__name__.removesuffix("Args").lower()
+
+
 def parse(Args, argv=None, description=None):
     """Args from the command line. Each dataclass that Args inherits from is a group of --help under its docstring."""
-    groups = [base for base in reversed(Args.__mro__) if dataclasses.is_dataclass(base) and base is not Args]
-    fields = [(g.__name__, tyro.conf.OmitArgPrefixes[g], dataclasses.field(default_factory=g)) for g in groups]
+    groups = [base for base in Args.__mro__ if dataclasses.is_dataclass(base) and base is not Args]
+    fields = [(title(g), tyro.conf.OmitArgPrefixes[g], dataclasses.field(default_factory=g)) for g in groups]
     nested = dataclasses.make_dataclass("Args", fields)
     said = io.StringIO()
     try:
@@ -50,7 +54,7 @@ def parse(Args, argv=None, description=None):
             message = re.split(r"─{8,}", re.sub(r"[╭╰][^\n]*[╮╯]|│", "", said.getvalue()))[0]
             raise UserError(one_line(message)) from None
         raise
-    return Args(**{k: v for group in groups for k, v in vars(getattr(parsed, group.__name__)).items()})
+    return Args(**{k: v for group in groups for k, v in vars(getattr(parsed, title(group))).items()})
 
 
 def command_line(main, Args, description):

@@ -42,12 +42,13 @@ def outputs(folder):
 class Run:
     """A run under way, used as a context: `progress` over the updates, `time` its phases, `log` each update.
 
-    However the loop ends, leaving the context saves the agents with `save(folder)` and closes the files. `main_process`
-    False makes everything silent, so that of many processes one writes.
+    However the loop ends, leaving the context saves the agents with `save(folder)` and closes the files. Of many
+    processes only the main one writes.
     """
 
-    def __init__(self, folder, args, updates, save, main_process=True):
-        self.folder, self.args, self.updates, self.save, self.main_process = folder, args, updates, save, main_process
+    def __init__(self, folder, args, updates, save, accelerator):
+        self.folder, self.args, self.updates, self.save = folder, args, updates, save
+        self.main_process = accelerator.is_main_process
         self.rows, self.samples, self.seconds, self.totals = [], [], {}, {}
         self.wandb = self.bar = None
         self.started, self.drawn_at, self.drawing = time.time(), 0.0, 0.0

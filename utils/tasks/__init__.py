@@ -59,14 +59,20 @@ def load_file(path):
     return module
 
 
-def load_dataset(task, part, size, seed):
-    """The task's `part`, train_dataset or eval_dataset. Raises UserError where it fails or is empty."""
+def load_dataset(task, part, size, seed, least=1):
+    """The task's `part`, train_dataset or eval_dataset; none where it has no eval_dataset.
+
+    Raises UserError where the function fails or yields fewer than `least` items.
+    """
+    if part == "eval_dataset" and not hasattr(task, part):
+        return []
     try:
         dataset = getattr(task, part)(size, seed)
-        if len(dataset) == 0:
-            raise ValueError("it has no items")
+        found = len(dataset)
     except Exception as error:
         raise UserError(f"{part} of --task failed: {type(error).__name__}: {error}") from error
+    if found < least:
+        raise UserError(f"{part} of --task has {found} items; an update takes {least} (--train-size, --eval-size)")
     return dataset
 
 
