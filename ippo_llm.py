@@ -115,8 +115,8 @@ class AlgorithmArgs:
 class OptimizerArgs:
     """The optimisers (AdamW), one for each model."""
 
-    actor_learning_rate: float = 3e-4  # learning rate of the actors
-    critic_learning_rate: float = 3e-4  # learning rate of separate critics and of value heads
+    actor_learning_rate: float = 5e-4  # learning rate of the actors
+    critic_learning_rate: float = 1e-3  # learning rate of separate critics and of value heads
     weight_decay: float = 0.0  # AdamW's weight decay
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
@@ -252,7 +252,7 @@ class Agent(nn.Module):
 
     def values(self, hidden):
         """[..., D] hidden states to [...] values."""
-        return self.value_head(hidden.float()).squeeze(-1)
+        return self.value_head(hidden.float()).squeeze(-1).float()
 
 
 def choose(logits, args, generator):

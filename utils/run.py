@@ -84,9 +84,7 @@ class Run:
         `items` are the B items; `rollouts` has for each agent its B `texts` and B `rewards`. Adds the seconds of each
         phase since the last call, and the speeds; `new_tokens` is not written.
         """
-        seconds, self.seconds = self.seconds, {}
-        for phase, spent in seconds.items():
-            self.totals[phase] = self.totals.get(phase, 0.0) + spent
+        seconds = self.add_up()
         if not self.main_process:
             return
         start = time.perf_counter()
@@ -117,6 +115,13 @@ class Run:
             self.save(self.folder / "checkpoints" / f"update_{len(self.rows):06d}")
         self.seconds["log, save"] = time.perf_counter() - start
 
+    def add_up(self):
+        """Add this update's seconds to the totals; what they were."""
+        seconds, self.seconds = self.seconds, {}
+        for phase, spent in seconds.items():
+            self.totals[phase] = self.totals.get(phase, 0.0) + spent
+        return seconds
+
     def write_metrics(self):
         """Append the last row to metrics.csv; write the file anew where a column has come."""
         columns = (
@@ -141,7 +146,9 @@ class Run:
             return
         if self.bar is not None:
             self.bar.close()
-        self.save(self.folder)
+        with self.time("log, save"):
+            self.save(self.folder)
+        self.add_up()
         if self.rows:
             self.draw()
             print(side_by_side(self.samples[-2:]))
@@ -265,10 +272,7 @@ def draw_curves(rows, path, title):
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#555555"]  # Okabe and Ito
 
 
-def smooth(values, span=10):
-    """Exponential moving average over about `span` values, without a bias to the first."""
-    smoothed, total, weight = [], 0.0, 0.0
-    for value in values:
-        total, weight = total * (1 - 1 / span) + value, weight * (1 - 1 / span) + 1
-        smoothed.append(total / weight)
-    return smoothed
+def smooth(values, reach=4):
+    """Each value's mean with up to `reach` neighbours on either side, as many on both."""
+    around = [min(reach, k, len(values) - 1 - k) for k in range(len(values))]
+    return [sum(values[k - r : k + r + 1]) / (2 * r + 1) for k, r in enumerate(around)]

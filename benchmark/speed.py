@@ -1,0 +1,95 @@
+"""How fast ippo_llm.py samples and learns, and how much of that is the model's own work.
+
+    python -m benchmark.speed FOLDER --prompts 64 --new-tokens 64
+
+Two agents answer the prompts of FOLDER's model and learn from them in one pass, a few times over. Prints one JSON line:
+joint samples and new tokens per second (median and first iteration), and the share of the time that is not spent inside
+a forward pass, a backward pass or an optimiser step.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from types import SimpleNamespace
+
+import datasets
+import torch
+from transformers import AutoModelForCausalLM
+
+import ippo_llm
+
+
+def train_dataset(size, seed):
+    asks = [f"Write a short story, number {k:04d}, about the sea: " for k in range(size)]
+    return datasets.Dataset.from_list([{"prompt": ask} for ask in asks])
+
+
+def reward_func(first, second):
+    return [-abs(len(b) / max(len(a), 1) - 2.0) for a, b in zip(first, second)]
+
+
+TASK = SimpleNamespace(
+    train_dataset=train_dataset, formatters=lambda item: item["prompt"], reward_func=reward_func, __name__="speed"
+)
+
+
+class Stopwatch:
+    """Seconds spent in the functions that it was told to `watch`; calls within calls count once."""
+
+    def __init__(self):
+        self.seconds, self.running = 0.0, False
+
+    def watch(self, owner, name):
+        original = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            if self.running:
+                return original(*args, **kwargs)
+            self.running, start = True, time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.running, self.seconds = False, self.seconds + time.perf_counter() - start
+
+        setattr(owner, name, watched)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="a model's folder")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--critic", choices=["separate", "head"], default="separate")
+    flags = parser.parse_args()
+
+    model = AutoModelForCausalLM.from_pretrained(flags.folder)
+    inside = Stopwatch()
+    for owner, name in ((type(model), "forward"), (type(model.base_model), "forward"), (torch.Tensor, "backward")):
+        inside.watch(owner, name)
+    inside.watch(torch.optim.AdamW, "step")
+    with tempfile.TemporaryDirectory() as folder:
+        args = ippo_llm.Args(
+            model=flags.folder,
+            output_dir=folder,
+            use_separate_critic=flags.critic == "separate",
+            rollout_buffer_size=flags.prompts,
+            train_size=flags.prompts,
+            num_train_epochs=flags.iterations,
+            max_new_tokens=flags.new_tokens,
+            eval_interval=0,
+        )
+        _, run = ippo_llm.main(args, TASK)
+    speeds = {key: [row[key] for row in run.rows] for key in ("samples_per_second", "new_tokens_per_second")}
+    spent = sum(seconds for phase, seconds in run.totals.items())
+    result = {"critic": flags.critic, "prompts": flags.prompts, "new_tokens": flags.new_tokens}
+    result |= {f"joint_{key}": round(statistics.median(values), 1) for key, values in speeds.items()}
+    result |= {"first_iteration_samples_per_second": round(speeds["samples_per_second"][0], 1)}
+    result |= {"share_outside_model_calls": round(1 - inside.seconds / spent, 4)}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
