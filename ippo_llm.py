@@ -69,10 +69,8 @@ class ModelArgs:
     num_turns: int = 1  # turns of an episode; this script plays one
     use_separate_critic: bool = False  # give each agent a critic model of its own, instead of a value head on its actor
     critic_model_name_or_path: str | None = None  # model that separate critics start from; none: --model
-    critic_value_head_hidden_dim: int | None = (
-        None  # hidden units of a separate critic's value head; none: it is linear
-    )
-    value_head_hidden_dim: int | None = None  # hidden units of the value head on an actor; none: it is linear
+    critic_value_head_hidden_dim: int | None = None  # hidden units of a separate critic's value head; none: linear
+    value_head_hidden_dim: int | None = None  # hidden units of the value head on an actor; none: linear
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # data type of the models' weights
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
