@@ -71,7 +71,7 @@ class ModelArgs:
     critic_model_name_or_path: str | None = None  # model that separate critics start from; none: --model
     critic_value_head_hidden_dim: int | None = None  # hidden units of a separate critic's value head; none: linear
     value_head_hidden_dim: int | None = None  # hidden units of the value head on an actor; none: linear
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # data type of the models' weights
+    dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the models' weights
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
     trust_remote_code: bool = False  # run code that comes with a hub model

@@ -109,7 +109,7 @@ class Run:
         self.bar.set_postfix_str(f"reward {row['reward_mean']:.2f}, {row['samples_per_second']:.0f} samples/s")
         if self.wandb:
             self.wandb.log({key: value for key, value in row.items() if value is not None}, step=row["global_step"])
-        if time.time() - self.drawn_at > 25 * self.drawing:  # drawing may take 4 % of the time
+        if time.time() - self.drawn_at > 50 * self.drawing:  # drawing may take 2 % of the time
             self.draw()
         if self.args.save_interval and len(self.rows) % self.args.save_interval == 0:
             self.save(self.folder / "checkpoints" / f"update_{len(self.rows):06d}")
