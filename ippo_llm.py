@@ -106,7 +106,7 @@ class AlgorithmArgs:
     value_loss_coef: float = 0.02  # weight of the value loss
     value_clip_range: float | None = 0.2  # a value's loss is clipped this far from its old value; none: not at all
     ppo_epochs: int = 1  # passes over a rollout
-    mini_batch_size: int = 32  # joint samples in an optimiser step, over all processes
+    mini_batch_size: int = 16  # joint samples in an optimiser step, over all processes
 
 
 @dataclass

@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import math
 import random
+import sys
 from pathlib import Path
 
 from utils.cli import TaskError, UserError, one_line
@@ -50,8 +51,9 @@ def load_task(task, inline, num_agents):
 def load_file(path):
     if not Path(path).is_file():
         raise UserError(f"--task takes tldr or a FILE.py, and there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(Path(path).resolve().parent))  # so that it may import its neighbours
+    spec = importlib.util.spec_from_file_location("task_file", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
