@@ -27,7 +27,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from tqdm import tqdm
+from torch.optim.lr_scheduler import LinearLR
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from utils.checkpoint import check_models, load_critic, load_model, load_tokenizer, save_agents
@@ -115,6 +115,7 @@ class OptimizerArgs:
 
     actor_learning_rate: float = 5e-4  # learning rate of the actors
     critic_learning_rate: float = 1e-3  # learning rate of separate critics and of value heads
+    anneal_lr: bool = True  # lower the learning rates to 0 over the run, linearly
     weight_decay: float = 0.0  # AdamW's weight decay
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
@@ -419,12 +420,9 @@ def update(agent, rollout, args, accelerator, generator):
             if agent.skipped == 3:
                 raise UserError("three gradients running were not finite: lower --actor-learning-rate or --temperature")
             if not finite:
-                tqdm.write("a gradient was not finite: its mini-batch is skipped")
+                accelerator.print("a gradient was not finite: its mini-batch is skipped")
             history.append(metrics | {"grad_norm": norms[0], "skipped": 1 - finite})
     return {name: torch.stack([metrics[name].detach() for metrics in history]).mean() for name in history[0]}
-
-
-# --- The loop ---------------------------------------------------------------------------------------------------------
 
 
 def main(args, task=None, model=None, tokenizer=None):
@@ -461,6 +459,8 @@ def main(args, task=None, model=None, tokenizer=None):
                 rollout.rewards = torch.tensor(rewards, device=device)
         return rollouts, torch.tensor(processed, device=device)
 
+    schedules = [LinearLR(o, 1.0, 1.0 - args.anneal_lr, updates) for agent in agents for o in agent.optimizers]
+
     with Run(folder, args, updates, lambda path: save_agents(path, agents, tokenizer), accelerator) as run:
         data = batches(train_items, items_per_update, args.num_train_epochs, args.seed)
         for step, items in enumerate(run.progress(data), 1):
@@ -476,6 +476,9 @@ def main(args, task=None, model=None, tokenizer=None):
                     metrics.append(estimate_advantages(agent, reference, rollout, reward, args, accelerator))
                 with run.time("update"):
                     metrics[-1] |= update(agent, rollout, args, accelerator, generator)
+
+            for schedule in schedules:
+                schedule.step()
 
             # 3. Metrics, held-out items, samples.
             row = {"reward_mean": joint.mean(), "reward_std": joint.std(correction=0)}

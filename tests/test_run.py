@@ -91,6 +91,13 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(tmp_path):
     assert timeless(tmp_path / "a") != timeless(tmp_path / "c")
 
 
+@pytest.mark.parametrize("anneal", [True, False])
+def test_learning_rates_fall_to_zero_over_the_run_unless_told(tmp_path, anneal):
+    agents, _ = main(make_args(tmp_path, anneal_lr=anneal, actor_learning_rate=1e-3, eval_interval=0))
+    rates = {group["initial_lr"]: group["lr"] for group in agents[1].optimizers[0].param_groups}
+    assert rates[1e-3] == pytest.approx(0.0 if anneal else 1e-3, abs=1e-12)
+
+
 def test_evaluating_or_not_does_not_change_what_is_learned(tmp_path):
     for name, interval in (("a", 1), ("b", 0)):
         main(make_args(output_dir=str(tmp_path / name), eval_interval=interval))
@@ -369,3 +376,15 @@ def test_two_processes_train_together(tmp_path):
     run_script(*launch)
     rows = read_metrics(tmp_path / "run")
     assert [int(row["global_step"]) for row in rows] == [8, 16] and rows[-1]["eval/reward_mean"] != ""
+
+
+def test_stopping_by_the_keyboard_saves_the_agents(tmp_path):
+    def reward_func(first, second):
+        if (tmp_path / "run/metrics.csv").exists():
+            raise KeyboardInterrupt
+        return [0.0] * len(first)
+
+    with pytest.raises(KeyboardInterrupt):
+        main(make_args(tmp_path, eval_interval=0), task_of(reward_func=reward_func))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run/agent_1")
+    assert len(read_metrics(tmp_path / "run")) == 1 and (tmp_path / "run/curves.png").exists()
