@@ -52,7 +52,7 @@ class RunArgs:
     eval_size: int = 64  # held-out items, passed to the task
     eval_interval: int = 16  # updates between evaluations on the held-out items; 0: never
     save_interval: int = 0  # updates between copies of the agents in <run>/checkpoints; 0: only at the end
-    num_train_epochs: int = 5  # passes over the training set
+    num_train_epochs: int = 4  # passes over the training set
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "llm-teams"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team or user
