@@ -48,11 +48,11 @@ class RunArgs:
     task: str = "tldr"  # `tldr` (the task in this script) or a task FILE.py of your own
     output_dir: str | None = None  # folder of the run; none: runs/<script>__<task>__<seed>__<time>
     overwrite: bool = False  # replace the run that is already in --output-dir
-    train_size: int = 1024  # items in the training set, passed to the task
+    train_size: int = 1536  # items in the training set, passed to the task
     eval_size: int = 64  # held-out items, passed to the task
-    eval_interval: int = 16  # updates between evaluations on the held-out items; 0: never
+    eval_interval: int = 12  # updates between evaluations on the held-out items; 0: never
     save_interval: int = 0  # updates between copies of the agents in <run>/checkpoints; 0: only at the end
-    num_train_epochs: int = 4  # passes over the training set
+    num_train_epochs: int = 3  # passes over the training set
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "llm-teams"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team or user
@@ -84,7 +84,7 @@ class SamplingArgs:
     rollout_buffer_size: int = 64  # joint samples (one answer of every agent) between two updates, over all processes
     num_generations: int = 1  # joint samples of each item in a rollout
     per_device_train_batch_size: int | None = None  # items answered at once on a device; none: the whole rollout
-    max_new_tokens: int = 64  # longest response in tokens; a longer one is cut and counts as finished
+    max_new_tokens: int = 72  # longest response in tokens; a longer one is cut and counts as finished
     do_sample: bool = True  # sample; --no-do-sample: take the likeliest token
     temperature: float = 1.0  # the logits are divided by it
     top_p: float = 1.0  # sample from the likeliest tokens whose probabilities sum up to it
@@ -98,7 +98,7 @@ class AlgorithmArgs:
     gamma: float = 1.0  # discount factor
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     action_granularity: Literal["token", "turn"] = "token"  # an action is one token, or one whole response
-    kl_coef: float = 0.02  # penalty on the reward for each nat a token is likelier than under the initial model
+    kl_coef: float = 0.03  # penalty on the reward for each nat a token is likelier than under the initial model
     reward_normalization: bool = True  # standardise rewards over the rollout
     reward_norm_eps: float = 1e-3  # leave rewards as they are where their standard deviation is below this
     advantage_normalization: bool = True  # standardise advantages over the rollout

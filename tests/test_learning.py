@@ -11,7 +11,15 @@ def mean(rows, name):
 
 
 def test_the_reward_rises_within_a_few_updates(tmp_path):
-    main(Args(output_dir=str(tmp_path / "run"), use_separate_critic=True, num_train_epochs=1, eval_interval=0))
+    main(
+        Args(
+            output_dir=str(tmp_path / "run"),
+            use_separate_critic=True,
+            train_size=1024,
+            num_train_epochs=1,
+            eval_interval=0,
+        )
+    )
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 16
     assert float(rows[0]["reward_mean"]) < 1.2 and mean(rows[-4:], "reward_mean") > mean(rows[:2], "reward_mean") + 0.5
