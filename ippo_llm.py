@@ -27,7 +27,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from torch.optim.lr_scheduler import LinearLR
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from utils.checkpoint import check_models, load_critic, load_model, load_tokenizer, save_agents
@@ -115,7 +115,7 @@ class OptimizerArgs:
 
     actor_learning_rate: float = 5e-4  # learning rate of the actors
     critic_learning_rate: float = 1e-3  # learning rate of separate critics and of value heads
-    anneal_lr: bool = True  # lower the learning rates to 0 over the run, linearly
+    anneal_lr: bool = True  # lower the learning rates to 0, linearly over the second half of the run
     weight_decay: float = 0.0  # AdamW's weight decay
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
@@ -459,8 +459,8 @@ def main(args, task=None, model=None, tokenizer=None):
                 rollout.rewards = torch.tensor(rewards, device=device)
         return rollouts, torch.tensor(processed, device=device)
 
-    schedules = [LinearLR(o, 1.0, 1.0 - args.anneal_lr, updates) for agent in agents for o in agent.optimizers]
-
+    rate = (lambda step: min(1.0, 2.0 * (1.0 - step / updates))) if args.anneal_lr else (lambda step: 1.0)
+    schedules = [LambdaLR(optimizer, rate) for agent in agents for optimizer in agent.optimizers]
     with Run(folder, args, updates, lambda path: save_agents(path, agents, tokenizer), accelerator) as run:
         data = batches(train_items, items_per_update, args.num_train_epochs, args.seed)
         for step, items in enumerate(run.progress(data), 1):
@@ -476,7 +476,6 @@ def main(args, task=None, model=None, tokenizer=None):
                     metrics.append(estimate_advantages(agent, reference, rollout, reward, args, accelerator))
                 with run.time("update"):
                     metrics[-1] |= update(agent, rollout, args, accelerator, generator)
-
             for schedule in schedules:
                 schedule.step()
 
