@@ -61,7 +61,7 @@ def main():
     parser.add_argument("folder", help="a model's folder")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--critic", choices=["separate", "head"], default="separate")
     flags = parser.parse_args()
 
