@@ -10,19 +10,17 @@ on-policy: no importance ratio, no clipping of the policy. The other agents are 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     accelerate launch --num_processes 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
 
-Simplified: one turn; models stay in eval mode (no dropout: a token is as likely when it is learned from as when it was
-sampled). Added to CoMLRL's code, which documents but does not do them: GAE over tokens, gamma, lambda, the entropy
-bonus, ppo_epochs. Added to its page: many prompts at a time, a KL penalty, turns as actions, rewards on held-out items.
+Simplified: models stay in eval mode (no dropout: a token is as likely when it is learned from as when it was sampled).
+Added to CoMLRL's code, which documents but does not do them: GAE over tokens, gamma, lambda, the entropy bonus,
+ppo_epochs. Added to its page: many prompts at a time, several turns, a KL penalty, turns as actions, held-out items.
+The default task, prompts and reward, is utils/tasks/tldr.py.
 Source: IPPO (arXiv 2011.09533), GAE (arXiv 1506.02438), CoMLRL's page on Multi-Agent PPO.
 """
 
 import copy
-import re
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
-import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -30,29 +28,30 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from utils.checkpoint import check_models, load_critic, load_model, load_tokenizer, save_agents
-from utils.cli import UserError, command_line, require
-from utils.made_text import posts
-from utils.prompts import encode_prompts, end_tokens, format_prompts
+from utils.checkpoint import check_models, load_team, save_agents
+from utils.cli import UserError, command_line
+from utils.episodes import Episodes, episode_rewards, team_metrics
+from utils.prompts import encode_prompts, end_tokens
+from utils.ranges import Count, Decay, Natural, NonNegative, Portion, Positive, Share, check_ranges
 from utils.run import Run, run_folder
-from utils.stats import clip_gradients, explained_variance, masked_mean, standardise
-from utils.tasks import batches, extra_metrics, load_dataset, load_task, score
-from utils.words import STOPWORDS, TRANSITIONS
+from utils.stats import clip_gradients, explained_variance, masked_mean, standardise, sums_by
+from utils.tasks import batches, extra_metrics, load_datasets, load_task
 
 
 @dataclass
 class RunArgs:
     """The run: what is trained on what, and where it is written."""
 
-    seed: int = 1  # seed of everything random: the same seed gives the same run
-    task: str = "tldr"  # `tldr` (the task in this script) or a task FILE.py of your own
+    seed: Natural = 1  # seed of everything random: the same seed gives the same run
+    task: str = "tldr"  # a task by name (arxiv, code, number, reasoning, tldr), or a FILE.py of your own
+    dataset: str | None = None  # data in place of the task's own: a hub dataset's name, a folder, or a .jsonl file
     output_dir: str | None = None  # folder of the run; none: runs/<script>__<task>__<seed>__<time>
     overwrite: bool = False  # replace the run that is already in --output-dir
-    train_size: int = 1536  # items in the training set, passed to the task
-    eval_size: int = 64  # held-out items, passed to the task
-    eval_interval: int = 12  # updates between evaluations on the held-out items; 0: never
-    save_interval: int = 0  # updates between copies of the agents in <run>/checkpoints; 0: only at the end
-    num_train_epochs: int = 3  # passes over the training set
+    train_size: Count = 1536  # items in the training set, passed to the task
+    eval_size: Count = 64  # held-out items, passed to the task
+    eval_interval: Natural = 12  # updates between evaluations on the held-out items; 0: never
+    save_interval: Natural = 0  # updates between copies of the agents in <run>/checkpoints; 0: only at the end
+    num_train_epochs: Count = 3  # passes over the training set
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "llm-teams"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team or user
@@ -64,13 +63,12 @@ class RunArgs:
 class ModelArgs:
     """The agents and their models."""
 
-    model: str = "utils/tiny_lm"  # folder or hub name of the model that every agent starts from
-    num_agents: int = 2  # agents in the team, each with its own copy of the model
-    num_turns: int = 1  # turns of an episode; this script plays one
+    model: tuple[str, ...] = ("utils/tiny_lm",)  # folder or hub name that agents start from: one for all, or one each
+    num_agents: Count = 2  # agents in the team, each with its own copy of its model
     use_separate_critic: bool = False  # give each agent a critic model of its own, instead of a value head on its actor
-    critic_model_name_or_path: str | None = None  # model that separate critics start from; none: --model
-    critic_value_head_hidden_dim: int | None = None  # hidden units of a separate critic's value head; none: linear
-    value_head_hidden_dim: int | None = None  # hidden units of the value head on an actor; none: linear
+    critic_model_name_or_path: tuple[str, ...] = ()  # what separate critics start from, one or one each; none: --model
+    critic_value_head_hidden_dim: Count | None = None  # hidden units of a separate critic's value head; none: linear
+    value_head_hidden_dim: Count | None = None  # hidden units of the value head on an actor; none: linear
     dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the models' weights
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
@@ -81,122 +79,73 @@ class ModelArgs:
 class SamplingArgs:
     """Sampling: how a rollout is made."""
 
-    rollout_buffer_size: int = 64  # joint samples (one answer of every agent) between two updates, over all processes
-    num_generations: int = 1  # joint samples of each item in a rollout
-    per_device_train_batch_size: int | None = None  # items answered at once on a device; none: the whole rollout
-    max_new_tokens: int = 72  # longest response in tokens; a longer one is cut and counts as finished
+    rollout_buffer_size: Count = (
+        64  # joint samples (episodes of the whole team) between two updates, over all processes
+    )
+    num_generations: Count = 1  # joint samples of each item in a rollout
+    num_turns: Count = 1  # turns of an episode; more than one takes a task with an external_transition
+    early_termination_threshold: float | None = None  # end an episode after a turn with a mean reward above this
+    per_device_train_batch_size: Count | None = None  # items answered at once on a device; none: the whole rollout
+    max_new_tokens: Count = 72  # longest response in tokens; a longer one is cut and counts as finished
     do_sample: bool = True  # sample; --no-do-sample: take the likeliest token
-    temperature: float = 1.0  # the logits are divided by it
-    top_p: float = 1.0  # sample from the likeliest tokens whose probabilities sum up to it
-    top_k: int = 0  # sample from so many likeliest tokens; 0: from all
+    temperature: Positive = 1.0  # the logits are divided by it
+    top_p: Portion = 1.0  # sample from the likeliest tokens whose probabilities sum up to it
+    top_k: Natural = 0  # sample from so many likeliest tokens; 0: from all
 
 
 @dataclass
 class AlgorithmArgs:
     """The algorithm: rewards, advantages and losses."""
 
-    gamma: float = 1.0  # discount factor
-    gae_lambda: float = 0.95  # lambda of generalised advantage estimation
-    action_granularity: Literal["token", "turn"] = "token"  # an action is one token, or one whole response
-    kl_coef: float = 0.03  # penalty on the reward for each nat a token is likelier than under the initial model
+    gamma: Share = 1.0  # discount factor
+    kl_coef: NonNegative = 0.03  # penalty on the reward for each nat a token is likelier than under the initial model
     reward_normalization: bool = True  # standardise rewards over the rollout
-    reward_norm_eps: float = 1e-3  # leave rewards as they are where their standard deviation is below this
+    reward_norm_eps: NonNegative = 1e-3  # leave rewards as they are where their standard deviation is below this
     advantage_normalization: bool = True  # standardise advantages over the rollout
-    entropy_coef: float = 0.0  # beta, the weight of the entropy bonus
-    value_loss_coef: float = 0.02  # weight of the value loss
-    value_clip_range: float | None = 0.2  # a value's loss is clipped this far from its old value; none: not at all
-    ppo_epochs: int = 1  # passes over a rollout
-    mini_batch_size: int = 16  # joint samples in an optimiser step, over all processes
+    entropy_coef: NonNegative = 0.0  # beta, the weight of the entropy bonus
+    value_loss_coef: NonNegative = 0.02  # weight of the value loss
+    value_clip_range: Positive | None = 0.2  # a value's loss is clipped this far from its old value; none: not at all
+    mini_batch_size: Count = 16  # joint samples in an optimiser step, over all processes
+
+
+@dataclass
+class IPPOArgs:
+    """What is IPPO's own."""
+
+    action_granularity: Literal["token", "turn"] = "token"  # an action is one token, or one whole response
+    gae_lambda: Share = 0.95  # lambda of generalised advantage estimation
+    ppo_epochs: Count = 1  # passes over a rollout
 
 
 @dataclass
 class OptimizerArgs:
     """The optimisers (AdamW), one for each model."""
 
-    actor_learning_rate: float = 5e-4  # learning rate of the actors
-    critic_learning_rate: float = 1e-3  # learning rate of separate critics and of value heads
+    actor_learning_rate: NonNegative = 5e-4  # learning rate of the actors
+    critic_learning_rate: NonNegative = 1e-3  # learning rate of separate critics and of value heads
     anneal_lr: bool = True  # lower the learning rates to 0, linearly over the second half of the run
-    weight_decay: float = 0.0  # AdamW's weight decay
-    adam_beta1: float = 0.9  # decay of the first moment
-    adam_beta2: float = 0.999  # decay of the second moment
-    adam_epsilon: float = 1e-8  # term added to the denominator
-    max_grad_norm: float = 0.5  # gradients are clipped to this norm, each optimiser's by itself
+    weight_decay: NonNegative = 0.0  # AdamW's weight decay
+    adam_beta1: Decay = 0.9  # decay of the first moment
+    adam_beta2: Decay = 0.999  # decay of the second moment
+    adam_epsilon: Positive = 1e-8  # term added to the denominator
+    max_grad_norm: Positive = 0.5  # gradients are clipped to this norm, each optimiser's by itself
 
 
 @dataclass
-class Args(RunArgs, ModelArgs, SamplingArgs, AlgorithmArgs, OptimizerArgs):
+class Args(RunArgs, ModelArgs, SamplingArgs, AlgorithmArgs, IPPOArgs, OptimizerArgs):
     """All flags."""
 
 
 def check(args, processes):
     """Raise UserError for a flag out of range, before anything is loaded or written."""
-    inf, share = float("inf"), args.num_generations * processes
-    counts = "num_agents rollout_buffer_size mini_batch_size num_generations ppo_epochs num_train_epochs max_new_tokens"
-    sizes = "per_device_train_batch_size value_head_hidden_dim critic_value_head_hidden_dim"
-    weights = "kl_coef entropy_coef value_loss_coef reward_norm_eps weight_decay"
-    for flags, holds, takes in [
-        (counts, lambda x: x >= 1, "1 or more"),
-        ("train_size eval_size", lambda x: x >= processes, f"{processes} or more"),
-        ("eval_interval save_interval top_k seed", lambda x: x >= 0, "0 or more"),
-        (sizes, lambda x: x is None or x >= 1, "1 or more, or none"),
-        ("num_turns", lambda x: x == 1, "1, for this script plays one turn"),
-        ("gamma gae_lambda", lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-        ("adam_beta1 adam_beta2", lambda x: 0 <= x < 1, "a number from 0 to below 1"),
-        ("top_p", lambda x: 0 < x <= 1, "a number above 0, at most 1"),
-        ("temperature", lambda x: 0 < x < inf, "a number above 0; for the likeliest tokens there is --no-do-sample"),
-        ("max_grad_norm adam_epsilon", lambda x: 0 < x < inf, "a number above 0"),
-        ("value_clip_range", lambda x: x is None or 0 < x < inf, "a number above 0, or none"),
-        (f"{weights} actor_learning_rate critic_learning_rate", lambda x: 0 <= x < inf, "a number of 0 or more"),
-        ("rollout_buffer_size", lambda x: x % share == 0, f"a multiple of generations x processes, {share}"),
-        ("mini_batch_size", lambda x: x % processes == 0, f"a multiple of the {processes} processes"),
-    ]:
-        require(args, flags, holds, takes)
-
-
-# --- The default task: edit it in place, or copy it to a file of your own for --task FILE.py --------------------------
-# Writer 1 summarises a post briefly, each further writer at about twice the length of the one before; none sees what
-# another writes. A single writer's text is held against the post. Rule and numbers: arXiv 2508.04652.
-
-MIN_WORDS, MAX_WORDS = 8, 256
-
-
-def train_dataset(size, seed):
-    return datasets.Dataset.from_list(posts(size, f"train {seed}"))
-
-
-def eval_dataset(size, seed):
-    return datasets.Dataset.from_list(posts(size, f"eval {seed}"))
-
-
-def formatters(item, agent):
-    """Agent 0, 1, 2, ... is asked for 16, 32, 64, ... words."""
-    return [{"role": "user", "content": f"{item['post']}\n\nSummarise this post in about {16 * 2**agent} words."}]
-
-
-def reward_func(*completions, items):
-    """Joint reward of N lists of B texts: the mean of `pair_reward` over neighbours in the chain, B floats."""
-    chain = [*completions] if len(completions) > 1 else [*completions, [item["post"] for item in items]]
-    pairs = [[pair_reward(*pair) for pair in zip(shorter, longer)] for shorter, longer in zip(chain, chain[1:])]
-    return [sum(rewards) / len(rewards) for rewards in zip(*pairs)]
-
-
-def pair_reward(short, long):
-    """Points from 0 to 3 for two texts about one thing, the second longer and richer; each level opens the next."""
-    if not all(MIN_WORDS <= len(text.split()) <= MAX_WORDS for text in (short, long)):
-        return 0.0
-    ratio = len(long) / len(short)
-    length_points = min(1.0, (ratio - 1.1) / (1.6 - 1.1), (5.0 - ratio) / (5.0 - 3.2))
-    if length_points < 0:
-        return 0.5
-    words = [set(re.findall(r"\w+", text.lower())) for text in (short, long)]
-    unique_points = 0.5 * min(1.0, (len(words[1]) / max(1, len(words[0])) - 1.3) / (2.0 - 1.3))
-    if unique_points < 0:
-        return 0.5 + length_points
-    found = sum(bool(re.search(rf"\b({phrases})\b", long.lower())) for phrases in TRANSITIONS.values())
-    transitions = min(1.0, 0.4 + 0.05 * (found - 1)) if found else 0.0
-    content = [text_words - STOPWORDS for text_words in words]
-    overlap = len(content[0] & content[1]) / max(1, len(content[0] | content[1]))  # Jaccard index
-    return 0.5 + length_points + unique_points + 0.4 * transitions + 0.6 * overlap
+    check_ranges(args)
+    share = args.num_generations * processes
+    if args.rollout_buffer_size % share:
+        takes = f"a multiple of generations x processes, {share}"
+        raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
+    if args.mini_batch_size % processes or min(args.train_size, args.eval_size) < processes:
+        takes = f"a multiple of the processes, {processes}, --train-size and --eval-size as many or more"
+        raise UserError(f"--mini-batch-size takes {takes}, got {args.mini_batch_size}")
 
 
 # --- The agent --------------------------------------------------------------------------------------------------------
@@ -204,36 +153,73 @@ def pair_reward(short, long):
 
 @dataclass
 class Rollout:
-    """B responses of one agent: P prompt tokens, left-padded, then L response tokens, right-padded, EOS included.
+    """R responses of one agent: P prompt tokens, left-padded, then L response tokens, right-padded, EOS included.
 
-    An action is a token, or (K = 1) the whole response, valued at the last prompt token.
+    A row is a turn of one of B episodes, in order of episode, then turn. An action is a token (K = L) or, valued at the
+    last prompt token, the whole response (K = 1). An episode's actions, over its turns, are one chain.
     """
 
-    prompt_ids: torch.Tensor  # [B, P]
-    prompt_mask: torch.Tensor  # [B, P]
-    response_ids: torch.Tensor  # [B, L]
-    mask: torch.Tensor  # [B, L] 1 on sampled tokens, up to and including the first EOS
-    logprobs: torch.Tensor  # [B, L] log pi(a_t|h_t), of the logits divided by the temperature
-    values: torch.Tensor | None = None  # [B, K] V(h_t); K = L or 1
-    action_mask: torch.Tensor | None = None  # [B, K]
-    advantages: torch.Tensor | None = None  # [B, K]
-    returns: torch.Tensor | None = None  # [B, K] the critic's targets
-    rewards: torch.Tensor | None = None  # [B] as reward_func gave them
-    texts: list | None = None  # B responses
+    prompt_ids: torch.Tensor  # [R, P]
+    prompt_mask: torch.Tensor  # [R, P]
+    response_ids: torch.Tensor  # [R, L]
+    mask: torch.Tensor  # [R, L] 1 on sampled tokens, up to and including the first EOS
+    logprobs: torch.Tensor  # [R, L] log pi(a_t|h_t), of the logits divided by the temperature
+    prompts: list  # R strings
+    texts: list  # R responses
+    episodes: torch.Tensor | None = None  # [R] from 0 to B - 1
+    rewards: torch.Tensor | None = None  # [R] as reward_func gave them
+    processed_rewards: torch.Tensor | None = None  # [R] as reward_processor left them
+    action_mask: torch.Tensor | None = None  # [R, K]
+    action_rewards: torch.Tensor | None = None  # [R, K]
+    values: torch.Tensor | None = None  # [R, K] V(h_t)
+    advantages: torch.Tensor | None = None  # [R, K]
+    returns: torch.Tensor | None = None  # [R, K] the critic's targets
 
     def select(self, rows):
         """The given rows as a mini-batch, trimmed to its longest prompt and its longest response."""
         P, L = int(self.prompt_mask[rows].sum(1).max()), int(self.mask[rows].sum(1).max())
         tensors = {name: x[rows] for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
         cut = {name: x[:, -P:] if "prompt" in name else x[:, :L] if x.dim() > 1 else x for name, x in tensors.items()}
-        return Rollout(**cut)
+        return Rollout(**cut, prompts=[], texts=[])
+
+    def chains(self):
+        """The actions' rewards, values and mask with each episode's in one row, each [B, C], padded on the right."""
+        actions = self.action_mask > 0
+        lengths = sums_by(self.episodes, actions.sum(1))
+        mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+        empty = torch.zeros(mask.shape, device=lengths.device)
+        rewards, values = (empty.masked_scatter(mask, x[actions]) for x in (self.action_rewards, self.values))
+        return rewards, values, mask.float()
+
+    def unchain(self, x, mask):
+        """[B, C] of chains, with their mask, back to [R, K]."""
+        return torch.zeros_like(self.action_mask).masked_scatter(self.action_mask > 0, x[mask > 0])
+
+
+def join(turns):
+    """The rollouts of an agent's turns as one."""
+    order = torch.cat([turn.episodes for turn in turns]).argsort(stable=True)
+    joined = {}
+    for name, first in vars(turns[0]).items():
+        parts = [getattr(turn, name) for turn in turns]
+        if isinstance(first, list):
+            texts = sum(parts, [])
+            joined[name] = [texts[row] for row in order.tolist()]
+        elif first is not None:
+            if first.dim() > 1:
+                short = [max(x.shape[1] for x in parts) - x.shape[1] for x in parts]
+                sides = [(n, 0) if "prompt" in name else (0, n) for n in short]
+                parts = [nn.functional.pad(x, side) for x, side in zip(parts, sides)]
+            joined[name] = torch.cat(parts)[order]
+    return Rollout(**joined)
 
 
 class Agent(nn.Module):
     """An actor with its critic, which is a model of its own or a head on the actor, and their optimisers."""
 
-    def __init__(self, args, model, critic=None):
+    def __init__(self, args, model, tokenizer, critic=None):
         super().__init__()
+        self.tokenizer = tokenizer
         self.actor, self.critic = copy.deepcopy(model), copy.deepcopy(critic)
         self.requires_grad_(True)
         hidden_dim = args.critic_value_head_hidden_dim if critic else args.value_head_hidden_dim
@@ -266,12 +252,13 @@ def choose(logits, args, generator):
 
 
 @torch.no_grad()
-def sample(agent, tokenizer, prompts, args, generator):
+def sample(agent, prompts, args, generator):
     """Let an agent answer B prompts (strings) together: a Rollout, with the values of a critic that is a head.
 
     Only rows that still run are computed. Raises UserError where a prompt leaves the model no room for the response.
     """
-    actor, device, B, L = agent.actor, agent.actor.device, len(prompts), args.max_new_tokens
+    actor, tokenizer, device = agent.actor, agent.tokenizer, agent.actor.device
+    B, L = len(prompts), args.max_new_tokens
     prompt_ids, prompt_mask = encode_prompts(prompts, tokenizer, actor, args.max_new_tokens)
     ends = torch.tensor(end_tokens(actor, tokenizer), device=device)
     outputs = {"use_cache": True, "logits_to_keep": 1, "output_hidden_states": agent.critic is None}
@@ -299,7 +286,25 @@ def sample(agent, tokenizer, prompts, args, generator):
     L = int(mask.sum(1).max())
     values = values[:, :L] if agent.critic is None else None
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-    return Rollout(prompt_ids, prompt_mask, response_ids[:, :L], mask[:, :L], logprobs[:, :L], values, texts=texts)
+    response_ids, mask, logprobs = response_ids[:, :L], mask[:, :L], logprobs[:, :L]
+    return Rollout(prompt_ids, prompt_mask, response_ids, mask, logprobs, prompts, texts, values=values)
+
+
+def play(agents, task, items, args, generator, time, accelerator):
+    """Play an episode of each of B items: turn by turn every agent answers, and the team is scored. N rollouts."""
+    episodes, turns = Episodes(task, items, args), []
+    while episodes.running:
+        numbers = torch.tensor(episodes.running, device=accelerator.device)
+        with time("sample"), accelerator.autocast():
+            prompts = [episodes.prompts(i, agent.tokenizer) for i, agent in enumerate(agents)]
+            turn = [sample(agent, asked, args, generator) for agent, asked in zip(agents, prompts)]
+        with time("reward"):
+            rewards = episodes.play([rollout.texts for rollout in turn], prompts)
+        for rollout, given, processed in zip(turn, *rewards):
+            rollout.episodes, rollout.rewards = numbers, torch.tensor(given, device=numbers.device)
+            rollout.processed_rewards = torch.tensor(processed, device=numbers.device)
+        turns.append(turn)
+    return [join(rollouts) for rollouts in zip(*turns)]
 
 
 def inputs_of(batch):
@@ -342,12 +347,13 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 
 
 @torch.no_grad()
-def estimate_advantages(agent, reference, rollout, rewards, args, accelerator):
-    """Give a rollout its values, advantages and returns, from rewards [B]; returns metrics.
+def evaluate(agent, reference, rollout, args, accelerator):
+    """Give a rollout the mask, the rewards and the values of its actions; returns metrics.
 
     A response's reward lands on its last token, and every token pays kl_coef * (log pi - log pi_ref).
     """
-    mask, rows = rollout.mask, torch.arange(len(rewards), device=rewards.device)
+    mask, rewards = rollout.mask, rollout.processed_rewards
+    rows = torch.arange(len(rewards), device=rewards.device)
     reference_logprobs, values = torch.zeros_like(mask), torch.zeros_like(mask)
     for part in rows.split(args.mini_batch_size):
         batch, L = rollout.select(part), int(mask[part].sum(1).max())
@@ -361,14 +367,10 @@ def estimate_advantages(agent, reference, rollout, rewards, args, accelerator):
     token_rewards[rows, mask.sum(1).long() - 1] += rewards
     if args.action_granularity == "turn":  # the response's reward, and the value at the last prompt token
         token_rewards, values, mask = token_rewards.sum(1, keepdim=True), values[:, :1], mask[:, :1]
-    advantages, returns = gae(token_rewards, values, mask, args.gamma, args.gae_lambda)
-    rollout.values, rollout.action_mask, rollout.advantages, rollout.returns = values, mask, advantages, returns
-    if args.advantage_normalization:
-        rollout.advantages = standardise(advantages, mask, accelerator)
+    rollout.action_rewards, rollout.values, rollout.action_mask = token_rewards, values, mask
     return {
         "kl": masked_mean(log_ratio, rollout.mask, accelerator),
         "reference_logprob": masked_mean(reference_logprobs, rollout.mask, accelerator),
-        "explained_variance": explained_variance(returns, values, mask),
         "response_length": rollout.mask.sum(1).mean(),
     }
 
@@ -389,24 +391,20 @@ def losses(agent, batch, args, accelerator):
         value_error = torch.max(value_error, (near - batch.returns) ** 2)
     value_loss = masked_mean(value_error, batch.action_mask, accelerator)
     loss = policy_loss - args.entropy_coef * entropy + args.value_loss_coef * value_loss
-    return {
-        "loss": loss,
-        "policy_loss": policy_loss,
-        "value_loss": value_loss,
-        "entropy": entropy,
-        "approx_kl": approx_kl,
-    }
+    parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "approx_kl": approx_kl}
+    return {"loss": loss, **parts}
 
 
-def update(agent, rollout, args, accelerator, generator):
-    """Learn from a rollout; returns metrics, means over the mini-batches.
+def update(agent, rollout, epochs, args, accelerator, generator):
+    """Learn from a rollout; returns metrics, means over the mini-batches. A mini-batch has all turns of its episodes.
 
     A mini-batch whose gradient is not finite changes nothing. Raises UserError after three such running.
     """
-    history = []
-    for _ in range(args.ppo_epochs):
-        order = torch.randperm(len(rollout.mask), generator=generator, device=generator.device)
-        for rows in order.split(args.mini_batch_size // accelerator.num_processes):
+    history, episodes = [], rollout.episodes
+    for _ in range(epochs):
+        order = torch.randperm(int(episodes.max()) + 1, generator=generator, device=generator.device)
+        for chosen in order.split(args.mini_batch_size // accelerator.num_processes):
+            rows = (chosen[:, None] == episodes).nonzero()[:, 1]
             with accelerator.autocast():
                 metrics = losses(agent, rollout.select(rows), args, accelerator)
             accelerator.backward(metrics.pop("loss"))
@@ -422,7 +420,8 @@ def update(agent, rollout, args, accelerator, generator):
             if not finite:
                 accelerator.print("a gradient was not finite: its mini-batch is skipped")
             history.append(metrics | {"grad_norm": norms[0], "skipped": 1 - finite})
-    return {name: torch.stack([metrics[name].detach() for metrics in history]).mean() for name in history[0]}
+    metrics = {name: torch.stack([metrics[name].detach() for metrics in history]).mean() for name in history[0]}
+    return metrics | {"explained_variance": explained_variance(rollout.returns, rollout.values, rollout.action_mask)}
 
 
 def main(args, task=None, model=None, tokenizer=None):
@@ -433,62 +432,54 @@ def main(args, task=None, model=None, tokenizer=None):
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
     device, rank, processes = accelerator.device, accelerator.process_index, accelerator.num_processes
     check(args, processes)
-    task = load_task(task or args.task, sys.modules[__name__], args.num_agents)
+    task = load_task(task or args.task, args.num_agents, args.num_turns)
     folder = run_folder(args, "ippo_llm")
     check_models(args, model)
     items_per_update = args.rollout_buffer_size // args.num_generations
-    train_items = load_dataset(task, "train_dataset", args.train_size, args.seed, items_per_update)
-    held_out = [*load_dataset(task, "eval_dataset", args.eval_size, args.seed)] if args.eval_interval else []
+    train_items, held_out = load_datasets(task, args, items_per_update)
+    held_out = [*held_out] if args.eval_interval and len(held_out) >= processes else []
     updates = args.num_train_epochs * len(train_items) // items_per_update
 
     set_seed(args.seed)
-    tokenizer = tokenizer or load_tokenizer(args)
-    reference = load_model(args, model).to(device)  # the frozen initial policy
-    critic = load_critic(args, reference, tokenizer).to(device) if args.use_separate_critic else None
-    agents = [Agent(args, reference, critic) for _ in range(args.num_agents)]
+    references, tokenizers, critics = load_team(args, device, model, tokenizer)  # references: frozen initial policies
+    agents = [Agent(args, *parts) for parts in zip(references, tokenizers, critics)]
     generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * rank)
-
-    def play(items, generator, time):
-        """Every agent answers the items, then the team is scored: N rollouts, and their processed rewards [N, B]."""
-        with time("sample"), accelerator.autocast():
-            prompts = [format_prompts(task, items, i, tokenizer) for i in range(args.num_agents)]
-            rollouts = [sample(agent, tokenizer, texts, args, generator) for agent, texts in zip(agents, prompts)]
-        with time("reward"):
-            given, processed = score(task, items, prompts, [rollout.texts for rollout in rollouts])
-            for rollout, rewards in zip(rollouts, given):
-                rollout.rewards = torch.tensor(rewards, device=device)
-        return rollouts, torch.tensor(processed, device=device)
-
     rate = (lambda step: min(1.0, 2.0 * (1.0 - step / updates))) if args.anneal_lr else (lambda step: 1.0)
     schedules = [LambdaLR(optimizer, rate) for agent in agents for optimizer in agent.optimizers]
-    with Run(folder, args, updates, lambda path: save_agents(path, agents, tokenizer), accelerator) as run:
+    optimum = task.optimum(args.num_agents, args.num_turns) if hasattr(task, "optimum") else None
+    with Run(folder, args, updates, lambda path: save_agents(path, agents), accelerator, optimum) as run:
         data = batches(train_items, items_per_update, args.num_train_epochs, args.seed)
         for step, items in enumerate(run.progress(data), 1):
-            # 1. Every agent answers, and the team is scored.
+            # 1. Every agent answers, and the team is scored, turn by turn.
             items = [item for item in items[rank::processes] for _ in range(args.num_generations)]
-            rollouts, rewards = play(items, generator, run.time)
-            joint = accelerator.gather(torch.stack([rollout.rewards for rollout in rollouts], 1)).mean(1)
+            rollouts = play(agents, task, items, args, generator, run.time, accelerator)
 
             # 2. Each agent learns alone.
             metrics = []
-            for agent, rollout, reward in zip(agents, rollouts, rewards):
+            for agent, reference, rollout in zip(agents, references, rollouts):
                 with run.time("evaluate"):
-                    metrics.append(estimate_advantages(agent, reference, rollout, reward, args, accelerator))
+                    metrics.append(evaluate(agent, reference, rollout, args, accelerator))
+                    rewards, values, mask = rollout.chains()
+                    advantages, returns = gae(rewards, values, mask, args.gamma, args.gae_lambda)
+                    if args.advantage_normalization:
+                        advantages = standardise(advantages, mask, accelerator)
+                    rollout.advantages, rollout.returns = (rollout.unchain(x, mask) for x in (advantages, returns))
                 with run.time("update"):
-                    metrics[-1] |= update(agent, rollout, args, accelerator, generator)
+                    metrics[-1] |= update(agent, rollout, args.ppo_epochs, args, accelerator, generator)
             for schedule in schedules:
                 schedule.step()
 
             # 3. Metrics, held-out items, samples.
-            row = {"reward_mean": joint.mean(), "reward_std": joint.std(correction=0)}
+            row = team_metrics(rollouts, args.num_turns, accelerator)
             row |= {name: sum(m.pop(name) for m in metrics) / len(agents) for name in ("kl", "reference_logprob")}
             row |= {f"agent_{i}/{name}": x for i, m in enumerate(metrics) for name, x in m.items()}
             row |= extra_metrics(task, rollouts)
             row["new_tokens"] = sum(rollout.mask.sum() for rollout in rollouts) * processes
             if held_out and (step % args.eval_interval == 0 or step in (1, updates)):
                 same = torch.Generator(device).manual_seed(args.seed + rank)  # the same noise at every evaluation
-                team, _ = play(held_out[rank::processes], same, lambda _: run.time("held-out"))
-                row["eval/reward_mean"] = torch.stack([rollout.rewards for rollout in team]).mean()
+                tests = held_out[rank::processes]
+                team = play(agents, task, tests, args, same, lambda _: run.time("held-out"), accelerator)
+                row["eval/reward_mean"] = episode_rewards(team).mean()
             row = {k: accelerator.reduce(torch.as_tensor(x, device=device), "mean").item() for k, x in row.items()}
             done = {"global_step": step * args.rollout_buffer_size, "epoch": step * items_per_update / len(train_items)}
             run.log(done | row, items, rollouts)

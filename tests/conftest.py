@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ippo_llm
 from utils.checkpoint import locate
+from utils.stats import standardise
+from utils.tasks import tldr
 
 TINY = locate("utils/tiny_lm")
 
@@ -35,7 +37,7 @@ def accelerator():
 def prompts(tokenizer):
     """Five prompts of different lengths."""
     asks = ["Guess it.", "I think of a number from 1 to 50. Guess it.", "Summarise this post in about 16 words."]
-    asks += [item["post"] + "\n\n" + asks[2] for item in ippo_llm.eval_dataset(2, 0)]
+    asks += [item["prompt"] + "\n\n" + asks[2] for item in tldr.eval_dataset(2, 0)]
     chats = [[{"role": "user", "content": ask}] for ask in asks]
     return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
 
@@ -54,3 +56,18 @@ def randomise_value_head(agent, seed=0):
         for parameter in agent.value_head.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     return agent
+
+
+def estimate(agent, reference, rollout, rewards, args, accelerator, advantages=None):
+    """What main does between sampling and learning, for rewards [R]; one turn each unless the rollout has episodes."""
+    if rollout.episodes is None:
+        rollout.episodes = torch.arange(len(rewards))
+    rollout.processed_rewards = rewards
+    metrics = ippo_llm.evaluate(agent, reference, rollout, args, accelerator)
+    rewards, values, mask = rollout.chains()
+    advantages = advantages or (lambda *chain: ippo_llm.gae(*chain, args.gamma, args.gae_lambda))
+    advantages, returns = advantages(rewards, values, mask)
+    if args.advantage_normalization:
+        advantages = standardise(advantages, mask, accelerator)
+    rollout.advantages, rollout.returns = rollout.unchain(advantages, mask), rollout.unchain(returns, mask)
+    return metrics

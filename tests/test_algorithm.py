@@ -4,16 +4,16 @@ import copy
 
 import pytest
 import torch
-from conftest import make_args, randomise_value_head
+from conftest import estimate, make_args, randomise_value_head
 
 import ippo_llm
-from ippo_llm import Agent, estimate_advantages, evaluate_critic, evaluate_policy, gae, losses, sample, update
+from ippo_llm import Agent, evaluate_critic, evaluate_policy, gae, losses, sample, update
 
 CRITICS = pytest.mark.parametrize("critic", ["separate", "head"])
 
 
-def make_agent(args, model, critic, seed=0):
-    return randomise_value_head(Agent(args, model, model.base_model if critic == "separate" else None), seed)
+def make_agent(args, model, tokenizer, critic, seed=0):
+    return randomise_value_head(Agent(args, model, tokenizer, model.base_model if critic == "separate" else None), seed)
 
 
 def generator(seed=0):
@@ -76,9 +76,9 @@ def test_gae_with_lambda_one_is_the_return_less_the_value_and_with_zero_the_td_e
 @CRITICS
 def test_gradients_equal_those_of_a_dense_formula(model, tokenizer, prompts, accelerator, critic):
     args = make_args(entropy_coef=0.3, value_loss_coef=0.7, temperature=0.8, gamma=0.9, gae_lambda=0.8)
-    agent = make_agent(args, model, critic)
-    rollout = sample(agent, tokenizer, prompts, args, generator())
-    estimate_advantages(agent, model, rollout, torch.randn(5, generator=generator()), args, accelerator)
+    agent = make_agent(args, model, tokenizer, critic)
+    rollout = sample(agent, prompts, args, generator())
+    estimate(agent, model, rollout, torch.randn(5, generator=generator()), args, accelerator)
     with torch.no_grad():  # so that some values are clipped, and some are not
         rollout.values += 0.5 * torch.randn(rollout.values.shape, generator=generator())
     parts = losses(agent, rollout.select(torch.arange(5)), args, accelerator)
@@ -107,10 +107,10 @@ def test_gradients_equal_those_of_a_dense_formula(model, tokenizer, prompts, acc
 def test_turns_as_actions_give_the_gradient_of_the_plain_formula(model, tokenizer, prompts, accelerator):
     flags = {"reward_normalization": False, "advantage_normalization": False, "value_clip_range": None, "kl_coef": 0.0}
     args = make_args(action_granularity="turn", value_loss_coef=0.4, **flags)
-    agent = make_agent(args, model, "head")
-    rollout = sample(agent, tokenizer, prompts, args, generator())
+    agent = make_agent(args, model, tokenizer, "head")
+    rollout = sample(agent, prompts, args, generator())
     rewards = torch.randn(5, generator=generator())
-    estimate_advantages(agent, model, rollout, rewards, args, accelerator)
+    estimate(agent, model, rollout, rewards, args, accelerator)
     assert rollout.advantages.shape == (5, 1)
     losses(agent, rollout.select(torch.arange(5)), args, accelerator)["loss"].backward()
     ours = gradients(agent)
@@ -127,8 +127,8 @@ def test_turns_as_actions_give_the_gradient_of_the_plain_formula(model, tokenize
 @CRITICS
 def test_padding_changes_nothing(model, tokenizer, prompts, accelerator, critic):
     args = make_args()
-    agent = make_agent(args, model, critic)
-    rollout = sample(agent, tokenizer, prompts, args, generator())
+    agent = make_agent(args, model, tokenizer, critic)
+    rollout = sample(agent, prompts, args, generator())
     with torch.no_grad():
         together = rollout.select(torch.arange(5))
         logprobs, entropy, hidden = evaluate_policy(agent.actor, together, 1.0)
@@ -140,8 +140,8 @@ def test_padding_changes_nothing(model, tokenizer, prompts, accelerator, critic)
 
 def test_sampled_logprobs_and_values_equal_evaluated_ones(model, tokenizer, prompts):
     args = make_args(temperature=0.7, max_new_tokens=40)
-    agent = make_agent(args, model, "head")
-    rollout = sample(agent, tokenizer, prompts, args, generator())
+    agent = make_agent(args, model, tokenizer, "head")
+    rollout = sample(agent, prompts, args, generator())
     with torch.no_grad():
         logprobs, _, hidden = evaluate_policy(agent.actor, rollout, 0.7)
     assert len(set(rollout.mask.sum(1).tolist())) > 1  # rows end at different times, and are dropped then
@@ -152,7 +152,7 @@ def test_sampled_logprobs_and_values_equal_evaluated_ones(model, tokenizer, prom
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_greedy_sampling_equals_generate(model, tokenizer, prompts, chunk):
     args = make_args(do_sample=False, max_new_tokens=40, per_device_train_batch_size=chunk)
-    rollout = sample(Agent(args, model), tokenizer, prompts, args, generator())
+    rollout = sample(Agent(args, model, tokenizer), prompts, args, generator())
     encoded = tokenizer(prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
     expected = model.generate(**encoded, do_sample=False, max_new_tokens=40)[:, encoded.input_ids.shape[1] :]
     torch.testing.assert_close(rollout.response_ids, expected)
@@ -181,11 +181,11 @@ def test_sampling_follows_the_probabilities():
 def test_the_kl_penalty_is_paid_by_the_token(model, tokenizer, prompts, accelerator):
     flags = {"reward_normalization": False, "advantage_normalization": False, "gamma": 1.0, "gae_lambda": 1.0}
     args = make_args(kl_coef=0.1, **flags)
-    agent = Agent(args, model, model.base_model)
+    agent = Agent(args, model, tokenizer, model.base_model)
     with torch.no_grad():
         agent.actor.lm_head.weight.mul_(1.05)
-    rollout = sample(agent, tokenizer, prompts, args, generator())
-    estimate_advantages(agent, model, rollout, torch.arange(5.0), args, accelerator)
+    rollout = sample(agent, prompts, args, generator())
+    estimate(agent, model, rollout, torch.arange(5.0), args, accelerator)
     initial = copy.deepcopy(agent)
     initial.actor = model
     for row, (ids, length) in enumerate(sequences(rollout)):
@@ -198,13 +198,13 @@ def test_the_kl_penalty_is_paid_by_the_token(model, tokenizer, prompts, accelera
 @CRITICS
 def test_an_update_of_one_agent_leaves_the_others_bits_alone(model, tokenizer, prompts, accelerator, critic):
     args = make_args()
-    agents = [make_agent(args, model, critic, seed) for seed in range(2)]
+    agents = [make_agent(args, model, tokenizer, critic, seed) for seed in range(2)]
     pointers = [{p.data_ptr() for p in agent.parameters()} for agent in (*agents, model)]
     assert not (pointers[0] & pointers[1] or pointers[0] & pointers[2] or pointers[1] & pointers[2])
     before = [copy.deepcopy(agent.state_dict()) for agent in (*agents, model)]
-    rollout = sample(agents[0], tokenizer, prompts, args, generator())
-    estimate_advantages(agents[0], model, rollout, torch.arange(5.0), args, accelerator)
-    update(agents[0], rollout, args, accelerator, generator())
+    rollout = sample(agents[0], prompts, args, generator())
+    estimate(agents[0], model, rollout, torch.arange(5.0), args, accelerator)
+    update(agents[0], rollout, args.ppo_epochs, args, accelerator, generator())
     changed = [k for k in before[0] if not torch.equal(before[0][k], agents[0].state_dict()[k])]
     assert any("actor" in name for name in changed) and any("value_head" in name for name in changed)
     assert (critic == "separate") == any("critic" in name for name in changed)
@@ -214,15 +214,15 @@ def test_an_update_of_one_agent_leaves_the_others_bits_alone(model, tokenizer, p
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_three_end_the_run(model, tokenizer, prompts, accelerator):
     args = make_args(mini_batch_size=5)
-    agent = Agent(args, model)
-    rollout = sample(agent, tokenizer, prompts, args, generator())
-    estimate_advantages(agent, model, rollout, torch.arange(5.0), args, accelerator)
+    agent = Agent(args, model, tokenizer)
+    rollout = sample(agent, prompts, args, generator())
+    estimate(agent, model, rollout, torch.arange(5.0), args, accelerator)
     before = copy.deepcopy(agent.state_dict())
     rollout.advantages[0, 0] = torch.nan
     for _ in range(2):
-        assert update(agent, rollout, args, accelerator, generator())["skipped"] == 1
+        assert update(agent, rollout, args.ppo_epochs, args, accelerator, generator())["skipped"] == 1
     with pytest.raises(ippo_llm.UserError, match="not finite"):
-        update(agent, rollout, args, accelerator, generator())
+        update(agent, rollout, args.ppo_epochs, args, accelerator, generator())
     assert all(torch.equal(before[k], v) for k, v in agent.state_dict().items())
 
 
@@ -230,30 +230,32 @@ def test_epochs_and_mini_batches_make_optimiser_steps(model, tokenizer, prompts,
     args = make_args(
         ppo_epochs=3, mini_batch_size=2, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-7, weight_decay=0.2
     )
-    agent = Agent(args, model, model.base_model)
-    rollout = sample(agent, tokenizer, prompts, args, generator())
-    estimate_advantages(agent, model, rollout, torch.arange(5.0), args, accelerator)
-    update(agent, rollout, args, accelerator, generator())
+    agent = Agent(args, model, tokenizer, model.base_model)
+    rollout = sample(agent, prompts, args, generator())
+    estimate(agent, model, rollout, torch.arange(5.0), args, accelerator)
+    update(agent, rollout, args.ppo_epochs, args, accelerator, generator())
     for optimizer in agent.optimizers:  # 5 rows in twos are 3 mini-batches
         assert {int(state["step"]) for state in optimizer.state.values()} == {9}
         group = optimizer.param_groups[0]
         assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.95), 1e-7, 0.2)
 
 
-def test_learning_rates_and_heads_go_where_the_flags_say(model):
+def test_learning_rates_and_heads_go_where_the_flags_say(model, tokenizer):
     args = make_args(actor_learning_rate=1e-3, critic_learning_rate=2e-3, value_head_hidden_dim=7)
-    agent = Agent(args, model)
+    agent = Agent(args, model, tokenizer)
     assert [group["lr"] for group in agent.optimizers[0].param_groups] == [1e-3, 2e-3]
     assert agent.value_head[0].out_features == 7
-    agent = Agent(make_args(critic_learning_rate=2e-3, critic_value_head_hidden_dim=9), model, model.base_model)
+    agent = Agent(
+        make_args(critic_learning_rate=2e-3, critic_value_head_hidden_dim=9), model, tokenizer, model.base_model
+    )
     assert [optimizer.param_groups[0]["lr"] for optimizer in agent.optimizers] == [5e-4, 2e-3]
     assert agent.value_head[0].out_features == 9
 
 
-def test_gradients_are_clipped_to_the_norm(model, accelerator):
+def test_gradients_are_clipped_to_the_norm(model, tokenizer, accelerator):
     from utils.stats import clip_gradients
 
-    agent = Agent(make_args(), model)
+    agent = Agent(make_args(), model, tokenizer)
     for parameter in agent.parameters():
         parameter.grad = torch.ones_like(parameter)
     count = sum(p.numel() for p in agent.parameters())

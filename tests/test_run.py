@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import ippo_llm
 from ippo_llm import Args, main
 from utils.cli import TaskError, UserError, parse
+from utils.tasks import tldr
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,7 +36,7 @@ def timeless(folder):
 def task_of(**parts):
     """The default task with some parts replaced."""
     names = ("train_dataset", "eval_dataset", "formatters", "reward_func")
-    return SimpleNamespace(**({name: getattr(ippo_llm, name) for name in names} | parts))
+    return SimpleNamespace(**({name: getattr(tldr, name) for name in names} | parts))
 
 
 @pytest.mark.parametrize("critic", ["separate", "head"])
@@ -54,13 +55,18 @@ def test_a_run_folder_is_as_documented(tmp_path, critic, capsys):
     assert abs(float(rows[0]["kl"])) < 1e-5 and abs(float(rows[0]["agent_0/approx_kl"])) < 0.01  # starts on-policy
 
     config = json.loads((folder / "config.json").read_text())
-    assert config["args"] == {**vars(args), "wandb_tags": []}
+    assert config["args"] == {
+        **vars(args),
+        "wandb_tags": [],
+        "model": ["utils/tiny_lm"],
+        "critic_model_name_or_path": [],
+    }
     assert config["versions"]["torch"] == torch.__version__ and "git_commit" in config
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 10 and all(len(sample["completions"]) == 2 for sample in samples)
     for sample in samples:  # what was logged is what was scored
         pair = [[text] for text in sample["completions"]]
-        assert sample["reward"] == pytest.approx(ippo_llm.reward_func(*pair, items=[sample["item"]])[0], abs=1e-6)
+        assert sample["reward"] == pytest.approx(tldr.reward_func(*pair, items=[sample["item"]])[0], abs=1e-6)
     assert imread(folder / "curves.png").shape[:2] == (650, 1200)
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "agent_0")
@@ -116,7 +122,7 @@ def test_generations_answer_the_same_items(tmp_path):
     seen = []
 
     def reward_func(first, second, items, prompts):
-        seen.append(([item["post"] for item in items], prompts))
+        seen.append(([item["prompt"] for item in items], prompts))
         return [1.0] * len(first)
 
     main(make_args(tmp_path, num_generations=4, train_size=8, eval_interval=0), task_of(reward_func=reward_func))
@@ -153,7 +159,7 @@ def test_a_critic_of_its_own_kind(tmp_path):
 
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaModel(LlamaConfig(vocab_size=768, **small)).save_pretrained(tmp_path / "critic")
-    flags = {"use_separate_critic": True, "critic_model_name_or_path": str(tmp_path / "critic"), "train_size": 8}
+    flags = {"use_separate_critic": True, "critic_model_name_or_path": (str(tmp_path / "critic"),), "train_size": 8}
     agents, _ = main(make_args(tmp_path, **flags))
     assert agents[0].critic.config.hidden_size == 32
     LlamaModel(LlamaConfig(vocab_size=99, **small)).save_pretrained(tmp_path / "critic")
@@ -209,7 +215,7 @@ def test_a_task_file_of_your_own(tmp_path):
 @pytest.mark.parametrize("code", BAD_TASKS)
 def test_a_bad_task_is_one_line_before_anything_is_loaded_or_made(tmp_path, monkeypatch, code):
     (tmp_path / "mine.py").write_text(code)
-    monkeypatch.setattr(ippo_llm, "load_model", None)
+    monkeypatch.setattr(ippo_llm, "load_team", None)
     with pytest.raises(UserError, match=BAD_TASKS[code]) as error:
         main(make_args(tmp_path, task=str(tmp_path / "mine.py")))
     assert "\n" not in str(error.value) and error.value.exit_code == 2 and not (tmp_path / "run").exists()
@@ -224,12 +230,12 @@ BAD_FLAGS = {
     "--gae-lambda -0.1": "--gae-lambda takes a number from 0 to 1, got -0.1",
     "--top-p 0": "--top-p takes a number above 0, at most 1, got 0",
     "--top-k -1": "--top-k takes 0 or more, got -1",
-    "--num-turns 2": "--num-turns takes 1",
+    "--num-turns 2": "--num-turns 2 takes a task with an external_transition, and tldr has none",
     "--num-generations 3": "--rollout-buffer-size takes a multiple of generations x processes, 3, got 64",
     "--per-device-train-batch-size 0": "--per-device-train-batch-size takes 1 or more, or none, got 0",
     "--actor-learning-rate inf": "--actor-learning-rate takes a number of 0 or more, got inf",
     "--train-size 10": "train_dataset of --task has 10 items; an update takes 64",
-    "--task nosuch": "--task takes tldr or a FILE.py, got nosuch",
+    "--task nosuch": "--task takes arxiv, .*tldr or a FILE.py, got nosuch",
     "--task nosuch.py": "there is no file nosuch.py",
     "--model tests": "--model takes a model's folder or a hub name, and .*tests has no config.json",
     "--critic-model-name-or-path x": "--critic-model-name-or-path takes --use-separate-critic",
@@ -241,7 +247,7 @@ BAD_FLAGS = {
 
 @pytest.mark.parametrize("flags", BAD_FLAGS)
 def test_a_bad_flag_is_one_line_before_anything_is_loaded_or_made(tmp_path, monkeypatch, flags):
-    monkeypatch.setattr(ippo_llm, "load_model", None)
+    monkeypatch.setattr(ippo_llm, "load_team", None)
     with pytest.raises(UserError, match=BAD_FLAGS[flags]) as error:
         main(parse(Args, [*flags.split(), "--output-dir", str(tmp_path / "run")]))
     assert "\n" not in str(error.value) and error.value.exit_code == 2 and not (tmp_path / "run").exists()
@@ -269,7 +275,7 @@ def test_the_command_ends_with_one_line_and_exit_code_2():
 def test_help_explains_every_flag():
     done = subprocess.run([sys.executable, "ippo_llm.py", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
-    for group in "run model sampling algorithm optimizer".split():
+    for group in "run model sampling algorithm ippo optimizer".split():
         assert f"{group} options" in done.stdout
     source = (ROOT / "ippo_llm.py").read_text()
     for name in vars(Args()):
@@ -303,9 +309,9 @@ def fails_on_second_call(value):
 
 
 BAD_REWARDS = {
-    "too few": (lambda n: [1.0] * (n - 1), r"^reward_func returned 7 values for 8 items: .*post.* has none"),
-    "a string": (lambda n: [1.0] * 3 + ["good"] * (n - 3), r"^reward_func returned 'good' for item 3, .*post"),
-    "a NaN": (lambda n: [1.0] * 5 + [float("nan")] * (n - 5), r"^reward_func returned nan for item 5, .*post"),
+    "too few": (lambda n: [1.0] * (n - 1), r"^reward_func returned 7 values for 8 items: .*prompt.* has none"),
+    "a string": (lambda n: [1.0] * 3 + ["good"] * (n - 3), r"^reward_func returned 'good' for item 3, .*prompt"),
+    "a NaN": (lambda n: [1.0] * 5 + [float("nan")] * (n - 5), r"^reward_func returned nan for item 5, .*prompt"),
     "None": (lambda n: None, r"^reward_func returned None; it takes a list of 8 numbers"),
     "an error": (lambda n: 1 / 0, r"^reward_func raised ZeroDivisionError: division by zero on the batch of 8 items"),
 }
@@ -344,7 +350,7 @@ def test_a_prompt_that_leaves_no_room_is_one_line(tmp_path):
     with pytest.raises(
         UserError, match="--max-new-tokens 24 after a prompt of [0-9]+ exceeds the model's 512 positions"
     ):
-        main(make_args(tmp_path), task_of(formatters=lambda item: item["post"] * 10))
+        main(make_args(tmp_path), task_of(formatters=lambda item: item["prompt"] * 10))
 
 
 def run_script(*command):

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from ippo_llm import eval_dataset, formatters, pair_reward, reward_func, train_dataset
 from utils.tasks import batches
+from utils.tasks.tldr import eval_dataset, formatters, pair_reward, reward_func, train_dataset
 
 
 def text(words, letters=4, start=0):
@@ -47,7 +47,7 @@ def test_the_reward_is_at_most_three_and_at_least_zero():
 
 
 def test_one_writer_is_held_against_the_post_and_many_form_a_chain():
-    items = [{"post": text(20)}]
+    items = [{"prompt": text(20)}]
     assert reward_func([text(8)], items=items) == [pytest.approx(pair_reward(text(8), text(20)))]
     pairs = pair_reward(text(8), text(20)), pair_reward(text(20), text(40))
     assert reward_func([text(8)], [text(20)], [text(40)], items=items) == [pytest.approx(sum(pairs) / 2)]
@@ -55,7 +55,7 @@ def test_one_writer_is_held_against_the_post_and_many_form_a_chain():
 
 def test_posts_come_from_the_seed_and_are_not_shared_between_training_and_evaluation():
     assert train_dataset(50, 1)[:] == train_dataset(50, 1)[:] != train_dataset(50, 2)[:]
-    train, held_out = (set(data["post"]) for data in (train_dataset(1000, 1), eval_dataset(64, 1)))
+    train, held_out = (set(data["prompt"]) for data in (train_dataset(1000, 1), eval_dataset(64, 1)))
     assert len(train & held_out) <= 1
     assert "about 64 words" in formatters(train_dataset(1, 1)[0], 2)[0]["content"]
 

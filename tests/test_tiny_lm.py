@@ -27,12 +27,13 @@ def test_any_text_survives_the_tokenizer(tokenizer):
 def test_its_summaries_are_sentences_of_varied_length(loaded_model, tokenizer):
     from conftest import make_args
 
-    from ippo_llm import Agent, eval_dataset, formatters, sample
+    from ippo_llm import Agent, sample
+    from utils.tasks.tldr import eval_dataset, formatters
 
     chats = [formatters(item, 0) for item in eval_dataset(64, 0)]
     prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     args = make_args(max_new_tokens=64)
-    texts = sample(Agent(args, loaded_model), tokenizer, prompts, args, torch.Generator().manual_seed(0)).texts
+    texts = sample(Agent(args, loaded_model, tokenizer), prompts, args, torch.Generator().manual_seed(0)).texts
     counts = sorted(len(text.split()) for text in texts)
     assert counts[6] <= 10 and counts[-7] >= 30
     assert sum(text[0].isupper() and text[-1] in ".?" for text in texts) >= 60
@@ -40,7 +41,7 @@ def test_its_summaries_are_sentences_of_varied_length(loaded_model, tokenizer):
 
 def test_the_made_text_is_what_it_says():
     assert posts(20, 0) == posts(20, 0) != posts(20, 1)
-    assert all("{" not in item["post"] + item["summary"] for item in posts(500, 0))
+    assert all("{" not in item["prompt"] + item["completion"] for item in posts(500, 0))
     for item in programs(200, 0):
         ast.parse(item["solution"])
     for game in games(200, 0):

@@ -22,14 +22,24 @@ def locate(name):
     return str(beside) if not Path(name).exists() and beside.exists() else name
 
 
+def per_agent(flag, names, num_agents):
+    """A list of num_agents names, from one for all or one for each. Raises UserError for any other number of them."""
+    names = [names] if isinstance(names, str) else [*names]
+    if len(names) not in (1, num_agents):
+        raise UserError(f"{flag} takes one name, or one for each of the {num_agents} agents, got {len(names)}")
+    return names * num_agents if len(names) == 1 else names
+
+
 def check_models(args, model=None):
     """Raise UserError unless the models that the flags name can be had; `model`, if given, stands in for --model."""
-    if model is None:
-        check_model(args.model, "--model", args.trust_remote_code)
-    if args.use_separate_critic and args.critic_model_name_or_path:
-        check_model(args.critic_model_name_or_path, CRITIC, args.trust_remote_code)
-    elif args.critic_model_name_or_path:
+    critics = args.critic_model_name_or_path
+    if critics and not args.use_separate_critic:
         raise UserError(f"{CRITIC} takes --use-separate-critic with it")
+    for name in dict.fromkeys(per_agent("--model", args.model, args.num_agents)):
+        if model is None:
+            check_model(name, "--model", args.trust_remote_code)
+    for name in dict.fromkeys(per_agent(CRITIC, critics, args.num_agents) if critics else []):
+        check_model(name, CRITIC, args.trust_remote_code)
 
 
 def check_model(name, flag, trust_remote_code):
@@ -51,53 +61,60 @@ def check_model(name, flag, trust_remote_code):
         raise UserError(f"{flag} {name} can't be loaded: {error}") from error
 
 
-def load_tokenizer(args):
-    """The tokenizer of --model, with a pad token. Raises UserError where it can't be loaded."""
+def load_team(args, device, model=None, tokenizer=None):
+    """What the agents start from: N frozen models, N tokenizers and N frozen critics (None where none is separate).
+
+    Agents of one name share one object. `model` and `tokenizer` stand in for what --model names. Raises UserError.
+    """
+    names = per_agent("--model", args.model, args.num_agents)
+    models = {name: load_model(args, name, model).to(device) for name in dict.fromkeys(names)}
+    tokenizers = {name: tokenizer or load_tokenizer(args, name) for name in models}
+    critics = [None] * args.num_agents
+    if args.use_separate_critic:
+        paths = per_agent(CRITIC, args.critic_model_name_or_path or (None,), args.num_agents)
+        loaded = {
+            path: load_model(args, path, None, CRITIC, AutoModel).to(device) for path in dict.fromkeys(paths) if path
+        }
+        critics = [loaded[path] if path else models[name].base_model for name, path in zip(names, paths)]
+        for name, path in zip(names, paths):
+            known, needed = loaded[path].config.get_text_config().vocab_size if path else 0, len(tokenizers[name])
+            if path and known < needed:
+                raise UserError(f"{CRITIC} {path} knows {known} tokens, the tokenizer of {name} has {needed}")
+    return [models[name] for name in names], [tokenizers[name] for name in names], critics
+
+
+def load_tokenizer(args, name):
+    """A model's tokenizer, with a pad token. Raises UserError where it can't be loaded."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(locate(args.model), trust_remote_code=args.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
     except Exception as error:
-        raise UserError(f"--model {args.model} has no tokenizer that can be loaded: {error}") from error
+        raise UserError(f"--model {name} has no tokenizer that can be loaded: {error}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_model(args, model=None, name=None, flag="--model", auto_class=AutoModelForCausalLM):
+def load_model(args, name, model=None, flag="--model", auto_class=AutoModelForCausalLM):
     """A frozen model in eval mode: a copy of `model`, or what the flag names; UserError if it can't be loaded."""
     if model is None:
         transformers.utils.logging.disable_progress_bar()
         try:
             model = auto_class.from_pretrained(
-                locate(name or args.model),
+                locate(name),
                 dtype=getattr(torch, args.dtype),
                 attn_implementation=args.attn_implementation,
                 trust_remote_code=args.trust_remote_code,
                 use_safetensors=True,  # no pickles
             )
         except Exception as error:
-            raise UserError(f"{flag} {name or args.model} can't be loaded: {error}") from error
+            raise UserError(f"{flag} {name} can't be loaded: {error}") from error
     else:
         model = copy.deepcopy(model)
     return model.eval().requires_grad_(False)
 
 
-def load_critic(args, model, tokenizer):
-    """What separate critics start from: a frozen model without a vocabulary head, by default the one in `model`.
-
-    Raises UserError where it can't be loaded or knows fewer tokens than the tokenizer.
-    """
-    name = args.critic_model_name_or_path
-    if name is None:
-        return model.base_model
-    critic = load_model(args, None, name, CRITIC, AutoModel)
-    known = critic.config.get_text_config().vocab_size
-    if known < len(tokenizer):
-        raise UserError(f"{CRITIC} {name} knows {known} tokens, --model's tokenizer has {len(tokenizer)}")
-    return critic
-
-
-def save_agents(folder, agents, tokenizer):
-    """Write each agent's `actor` as a Hugging Face folder agent_<i>, its `value_head` and `critic` (if any) beside it.
+def save_agents(folder, agents):
+    """Write each agent's `actor` and `tokenizer` as a Hugging Face folder agent_<i>, value head and critic beside them.
 
     A folder is whole or not there: it is written aside, then renamed.
     """
@@ -106,7 +123,7 @@ def save_agents(folder, agents, tokenizer):
         aside = final.with_name(final.name + ".writing")
         shutil.rmtree(aside, ignore_errors=True)
         agent.actor.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        agent.tokenizer.save_pretrained(aside)
         save_file(dict(agent.value_head.state_dict()), aside / "value_head.safetensors")
         if agent.critic is not None:
             agent.critic.save_pretrained(aside / "critic")

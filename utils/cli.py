@@ -22,14 +22,6 @@ class TaskError(UserError):
     exit_code = 1
 
 
-def require(args, flags, holds, takes):
-    """Raise UserError for the first of the named flags (separated by spaces) whose value `holds` denies."""
-    for flag in flags.split():
-        value = getattr(args, flag)
-        if not holds(value):
-            raise UserError(f"--{flag.replace('_', '-')} takes {takes}, got {value}")
-
-
 def one_line(text, most=200):
     """A text of any shape as one line of at most so many characters."""
     text = " ".join(str(text).split())

@@ -130,11 +130,11 @@ def story(rng):
         link = rng.choice(LINKS[k]) if summary else ""
         keeps_capital = not link or sentence.startswith((fill["name"], "I ", "On "))
         summary += " " * bool(summary) + link + (sentence if keeps_capital else sentence[0].lower() + sentence[1:])
-    return {"post": post, "summary": summary}
+    return {"prompt": post, "completion": summary}
 
 
 def posts(size, seed):
-    """`size` dicts of a `post` and one `summary` (strings); the same for the same seed."""
+    """`size` dicts of a post, the `prompt`, and one summary, the `completion`; the same for the same seed."""
     rng = random.Random(f"posts {seed}")
     return [story(rng) for _ in range(size)]
 

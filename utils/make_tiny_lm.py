@@ -31,8 +31,8 @@ def chats(size, seed):
     summaries = []
     for item in posts(size * 3 // 5, seed):
         # The number of words asked for is noise: the model has to be taught to heed it.
-        request = f"{item['post']}\n\nSummarise this post in about {rng.randint(1, 20) * 8} words."
-        summaries.append([("user", request), ("assistant", item["summary"])])
+        request = f"{item['prompt']}\n\nSummarise this post in about {rng.randint(1, 20) * 8} words."
+        summaries.append([("user", request), ("assistant", item["completion"])])
     code = [[("user", t["prompt"]), ("assistant", t["solution"])] for t in programs(size // 5, seed)]
     chats = [[{"role": role, "content": text} for role, text in chat] for chat in summaries + code]
     chats += [game["messages"] for game in games(size - len(chats), seed)]

@@ -1,29 +1,15 @@
-"""From a task's items to the token ids that a model reads."""
+"""From what a task asks to the token ids that a model reads."""
 
-import inspect
-
-from utils.cli import TaskError, UserError, one_line
+from utils.cli import UserError
 
 
-def format_prompts(task, items, agent, tokenizer):
-    """The prompts (strings, special tokens included) that an agent answers for these items."""
-    formatter = task.formatters[agent] if isinstance(task.formatters, (list, tuple)) else task.formatters
-    more = {"agent": agent} if "agent" in inspect.signature(formatter).parameters else {}
-    prompts = []
-    for number, item in enumerate(items):
-        try:
-            prompt = formatter(item, **more)
-            if isinstance(prompt, str):
-                prompt = tokenizer.decode(tokenizer("").input_ids) + prompt  # where the model wants it, a first token
-            elif tokenizer.chat_template:
-                prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-            else:
-                prompt = "\n\n".join(message["content"] for message in prompt) + "\n\n"
-        except Exception as error:
-            what = f"formatter of agent {agent} failed on item {number}, {one_line(item, 80)}"
-            raise TaskError(f"{what}: {type(error).__name__}: {error}") from error
-        prompts.append(prompt)
-    return prompts
+def render(prompt, tokenizer):
+    """A prompt, which is a string or chat messages, as the string that the model reads, special tokens included."""
+    if isinstance(prompt, str):
+        return tokenizer.decode(tokenizer("").input_ids) + prompt  # where the model wants it, a first token
+    if tokenizer.chat_template:
+        return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return "\n\n".join(message["content"] for message in prompt) + "\n\n"
 
 
 def encode_prompts(prompts, tokenizer, model, new_tokens):

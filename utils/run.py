@@ -46,8 +46,8 @@ class Run:
     processes only the main one writes.
     """
 
-    def __init__(self, folder, args, updates, save, accelerator):
-        self.folder, self.args, self.updates, self.save = folder, args, updates, save
+    def __init__(self, folder, args, updates, save, accelerator, optimum=None):
+        self.folder, self.args, self.updates, self.save, self.optimum = folder, args, updates, save, optimum
         self.main_process = accelerator.is_main_process
         self.rows, self.samples, self.seconds, self.totals = [], [], {}, {}
         self.wandb = self.bar = None
@@ -81,8 +81,8 @@ class Run:
     def log(self, row, items, rollouts):
         """Write an update: its numbers (`reward_mean` and `new_tokens` among them) and its first joint samples.
 
-        `items` are the B items; `rollouts` has for each agent its B `texts` and B `rewards`. Adds the seconds of each
-        phase since the last call, and the speeds; `new_tokens` is not written.
+        `items` are the B items; `rollouts` has for each agent the `prompts`, `texts` and `rewards` of the turns of its
+        `episodes`. Adds the seconds of each phase since the last call, and the speeds; `new_tokens` is not written.
         """
         seconds = self.add_up()
         if not self.main_process:
@@ -96,13 +96,8 @@ class Run:
         self.rows.append(row)
         self.write_metrics()
         for k in range(min(SAMPLES, len(items))):
-            rewards = [float(rollout.rewards[k]) for rollout in rollouts]
-            sample = {
-                "update": len(self.rows),
-                "global_step": row["global_step"],
-                "reward": sum(rewards) / len(rewards),
-            }
-            sample |= {"rewards": rewards, "item": items[k], "completions": [rollout.texts[k] for rollout in rollouts]}
+            sample = {"update": len(self.rows), "global_step": row["global_step"]}
+            sample |= joint_sample(k, items[k], rollouts, self.args.num_turns)
             self.samples.append(sample)
             with open(self.folder / "samples.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")
@@ -138,7 +133,7 @@ class Run:
 
     def draw(self):
         start = time.time()
-        draw_curves(self.rows, self.folder / "curves.png", self.folder.name)
+        draw_curves(self.rows, self.folder / "curves.png", self.folder.name, self.optimum)
         self.drawn_at, self.drawing = time.time(), time.time() - start
 
     def __exit__(self, kind, error, trace):
@@ -153,16 +148,42 @@ class Run:
             self.draw()
             print(side_by_side(self.samples[-2:]))
             print(time_table(self.totals, time.time() - self.started))
+            print(self.outcome())
         print(f"{'stopped early; ' if kind else ''}the run is in {self.folder}", flush=True)
         if self.wandb:
             import wandb
 
             columns = ["global_step", "item", *(f"agent_{i}" for i in range(len(self.samples[0]["completions"])))]
             rows = [
-                [s["global_step"], one_line(s["item"]), *s["completions"], s["reward"]] for s in self.samples[-200:]
+                [s["global_step"], one_line(s["item"]), *map(as_text, s["completions"]), s["reward"]]
+                for s in self.samples[-200:]
             ]
             self.wandb.log({"samples": wandb.Table(columns=[*columns, "reward"], data=rows)})
             self.wandb.finish(exit_code=int(kind is not None))
+
+    def outcome(self):
+        """The reward at first and in the end, and the best that there is, where the task knows it, in a line."""
+        rewards = [row["reward_mean"] for row in self.rows]
+        last = rewards[-max(1, len(rewards) // 10) :]
+        best = "" if self.optimum is None else f"; optimal play: {self.optimum:.3f}"
+        return f"reward: {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} over the last tenth of updates{best}"
+
+
+def joint_sample(k, item, rollouts, num_turns):
+    """Episode k for samples.jsonl: of each agent its text and reward, or, of several turns, lists of these."""
+    rows = (rollouts[0].episodes == k).nonzero().flatten().tolist()
+    rewards = [[float(rollout.rewards[row]) for row in rows] for rollout in rollouts]
+    texts = [[rollout.texts[row] for row in rows] for rollout in rollouts]
+    sample = {"reward": sum(map(sum, rewards)) / len(rewards)}
+    if num_turns == 1:
+        return sample | {"rewards": [r for (r,) in rewards], "item": item, "completions": [t for (t,) in texts]}
+    prompts = [[rollout.prompts[row] for row in rows] for rollout in rollouts]
+    return sample | {"rewards": rewards, "item": item, "prompts": prompts, "completions": texts}
+
+
+def as_text(turns):
+    """An agent's completions of one joint sample as one text."""
+    return turns if isinstance(turns, str) else "\n".join(f"[{k}] {text}" for k, text in enumerate(turns, 1))
 
 
 def start_wandb(folder, args, config):
@@ -223,14 +244,17 @@ def side_by_side(samples, width=None):
             *textwrap.wrap(item, width),
             "",
         ]
-        cells = [[f"agent {i}:", *textwrap.wrap(text, column)] for i, text in enumerate(texts)]
+        cells = [
+            [f"agent {i}:", *(line for part in as_text(text).split("\n") for line in textwrap.wrap(part, column))]
+            for i, text in enumerate(texts)
+        ]
         for k in range(max(map(len, cells))):
             row = [cell[k] if k < len(cell) else "" for cell in cells]
             lines.append(" | ".join(text.ljust(column) for text in row).rstrip())
     return "\n".join(lines)
 
 
-def draw_curves(rows, path, title):
+def draw_curves(rows, path, title, optimum=None):
     """curves.png: reward, response lengths, entropy, value loss, explained variance, distance to the initial model."""
     steps = [row["global_step"] for row in rows]
     agents = [key.split("/")[0] for key in rows[0] if key.endswith("/policy_loss")]
@@ -260,7 +284,9 @@ def draw_curves(rows, path, title):
     ]
     if held_out:
         reward.plot(*zip(*held_out), "o", color="black", markersize=5, label="held-out items")
-        reward.legend(frameon=False, fontsize=9)
+    if optimum is not None:
+        reward.axhline(optimum, color="black", linestyle="--", linewidth=1, label="optimal play")
+    reward.legend(frameon=False, fontsize=9)
     panel("response length (tokens)", per_agent("response_length"))
     panel("entropy (nats a token)", per_agent("entropy"))
     panel("value loss", per_agent("value_loss"))

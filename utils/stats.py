@@ -16,6 +16,11 @@ def standardise(x, mask, accelerator, least=0.0):
     return centred / deviation * mask if deviation > least else x
 
 
+def sums_by(groups, x):
+    """Sum of x over the rows of each group, [G]; groups and x are [R], groups numbered from 0 to G - 1."""
+    return x.new_zeros(int(groups.max()) + 1).index_add(0, groups, x)
+
+
 def explained_variance(returns, values, mask):
     """1 - Var(returns - values) / Var(returns) over the mask's ones: 1 for a perfect critic, 0 for a constant one."""
     returns, values = returns[mask > 0], values[mask > 0]

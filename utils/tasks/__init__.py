@@ -1,41 +1,49 @@
-"""Tasks: load one by name or from a file, call its reward function and check what it says.
+"""Tasks: load one by name or from a file, and its data from the task itself or from a dataset of yours.
 
 A task is a module (or any object) with
 
     train_dataset(size, seed), eval_dataset(size, seed) -> datasets.Dataset; the second may be left out
     formatters: one callable, or a list of one for each agent; item -> str, or chat messages for the tokenizer's
-        template; a callable with a parameter `agent` gets the agent's number, from 0
+        template; it gets, if it names it, `agent` (the agent's number, from 0)
     reward_func(*completions): N lists of B strings -> B floats (one joint reward each), or N lists of B floats (one
-        list for each agent); with parameters `items` and `prompts` it gets these too: B items, N lists of B strings
-    optional: reward_processor(float) -> float; metrics_callback(rollouts) -> {name: float}
+        list for each agent); it gets, if it names them, `items` (B items), `prompts` (N lists of B strings), `turn`
+        (from 0), `num_turns` and `turns` (N lists of B lists: all completions of an episode so far)
+    external_transition(prompt, agent_completions, num_agents, prompt_history_per_agent, response_history_per_agent)
+        -> N next prompts, or None to end the episode; only for several turns. It is called for one episode, with those
+        of these that it names: `prompt` (the item's), N completions, N lists of what the agent was asked (as the task
+        said it) and of what it answered so far, `item`, and `turn` (from 0, the one just played)
+    optional: reward_processor(float) -> float; metrics_callback(rollouts) -> {name: float};
+        optimum(num_agents, num_turns) -> float, the expected reward of an episode at best;
+        check(num_agents, num_turns), which raises ValueError for a team that it can't serve;
+        and for --dataset: item_of(row) -> item, columns (names that a row must have), or, for a name that is no
+        dataset of rows, named_dataset(name, size, seed, split) -> datasets.Dataset
 """
 
+import importlib
 import importlib.util
-import inspect
-import math
 import random
 import sys
 from pathlib import Path
 
+import datasets
+
 from utils.cli import TaskError, UserError, one_line
 
+BUILT_IN = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
+FUNCTIONS = (
+    "train_dataset eval_dataset reward_func reward_processor metrics_callback external_transition optimum".split()
+)
 
-def load_task(task, inline, num_agents):
-    """The task of that name, file or object, checked; `inline` is the module that holds the default one, `tldr`.
 
-    Raises UserError where there is none, or where it lacks a part.
-    """
+def load_task(task, num_agents, num_turns=1):
+    """The task of that name, file or object, checked. Raises UserError where there is none, or it lacks a part."""
     name = task if isinstance(task, str) else getattr(task, "__name__", type(task).__name__)
-    if task == "tldr":
-        task = inline
-    elif isinstance(task, str) and task.endswith(".py"):
-        task = load_file(task)
-    elif isinstance(task, str):
-        raise UserError(f"--task takes tldr or a FILE.py, got {task}")
+    if isinstance(task, str):
+        task = importlib.import_module(f"utils.tasks.{task}") if task in BUILT_IN else load_file(task)
     for part in ("train_dataset", "reward_func", "formatters"):
         if not hasattr(task, part):
             raise UserError(f"--task {name} has no {part}")
-    for part in ("train_dataset", "eval_dataset", "reward_func", "reward_processor", "metrics_callback"):
+    for part in FUNCTIONS:
         if not callable(getattr(task, part, print)):
             raise UserError(f"--task {name}: {part} is not a function but {one_line(repr(getattr(task, part)), 80)}")
     formatters = task.formatters if isinstance(task.formatters, (list, tuple)) else [task.formatters] * num_agents
@@ -45,12 +53,20 @@ def load_task(task, inline, num_agents):
         )
     if not all(map(callable, formatters)):
         raise UserError(f"--task {name}: each of its formatters is to be a function")
+    if num_turns > 1 and not hasattr(task, "external_transition"):
+        raise UserError(f"--num-turns {num_turns} takes a task with an external_transition, and {name} has none")
+    try:
+        getattr(task, "check", lambda *_: None)(num_agents, num_turns)
+    except ValueError as error:
+        raise UserError(f"--task {name}: {error}") from error
     return task
 
 
 def load_file(path):
+    if not path.endswith(".py"):
+        raise UserError(f"--task takes {', '.join(BUILT_IN)} or a FILE.py, got {path}")
     if not Path(path).is_file():
-        raise UserError(f"--task takes tldr or a FILE.py, and there is no file {path}")
+        raise UserError(f"--task takes {', '.join(BUILT_IN)} or a FILE.py, and there is no file {path}")
     sys.path.append(str(Path(path).resolve().parent))  # so that it may import its neighbours
     spec = importlib.util.spec_from_file_location("task_file", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -61,21 +77,71 @@ def load_file(path):
     return module
 
 
-def load_dataset(task, part, size, seed, least=1):
-    """The task's `part`, train_dataset or eval_dataset; none where it has no eval_dataset.
+def load_datasets(task, args, least):
+    """The items to train on and the held-out ones: the task's own, or those of --dataset; of the latter maybe none.
 
-    Raises UserError where the function fails or yields fewer than `least` items.
+    Raises UserError where they can't be had, or where there are fewer than `least` to train on.
     """
-    if part == "eval_dataset" and not hasattr(task, part):
+    if args.dataset and not hasattr(task, "named_dataset"):
+        train, held_out = from_dataset(task, args)
+    else:
+        train, held_out = from_task(task, args, "train"), from_task(task, args, "eval")
+    if len(train) < least:
+        where = f"--dataset {args.dataset}" if args.dataset else "train_dataset of --task"
+        raise UserError(f"{where} has {len(train)} items; an update takes {least} (--train-size)")
+    return train, held_out
+
+
+def from_task(task, args, split):
+    part, size = f"{split}_dataset", getattr(args, f"{split}_size")
+    if args.dataset:
+        part, of = "named_dataset", lambda: task.named_dataset(args.dataset, size, args.seed, split)
+    elif hasattr(task, part):
+        of = lambda: getattr(task, part)(size, args.seed)  # noqa: E731
+    else:
         return []
     try:
-        dataset = getattr(task, part)(size, seed)
-        found = len(dataset)
+        dataset = of()
+        len(dataset)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{part} of --task failed: {type(error).__name__}: {error}") from error
-    if found < least:
-        raise UserError(f"{part} of --task has {found} items; an update takes {least} (--train-size, --eval-size)")
     return dataset
+
+
+def from_dataset(task, args):
+    """Items from a hub dataset, a folder or a file: as many as there are, up to --train-size and --eval-size."""
+    name = args.dataset
+    kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(name).suffix)
+    try:
+        if kind and Path(name).is_file():
+            splits = datasets.load_dataset(kind, data_files=name)
+        else:
+            splits = datasets.load_dataset(name)
+    except Exception as error:
+        raise UserError(f"--dataset {name} can't be loaded: {type(error).__name__}: {error}") from error
+    train = splits["train"] if "train" in splits else next(iter(splits.values()))
+    tests = [splits[key] for key in ("test", "validation") if key in splits and splits[key] is not train]
+    train = train.shuffle(seed=args.seed)
+    if not tests:  # the last rows of the only split
+        size = min(args.eval_size, len(train) // 5)
+        train, tests = train.select(range(len(train) - size)), [train.select(range(len(train) - size, len(train)))]
+    lacking = [column for column in getattr(task, "columns", ()) if column not in train.column_names]
+    if lacking:
+        there = ", ".join(train.column_names)
+        raise UserError(f"--dataset {name} has the columns {there}; --task {args.task} reads {', '.join(task.columns)}")
+    held_out = tests[0].shuffle(seed=args.seed)
+    rows = [
+        dataset.select(range(min(size, len(dataset))))
+        for dataset, size in ((train, args.train_size), (held_out, args.eval_size))
+    ]
+    item_of = getattr(task, "item_of", lambda row: row)
+    try:
+        return [[item_of(row) for row in dataset] for dataset in rows]
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"--dataset {name} has a row that --task {args.task} can't use: {what}") from error
 
 
 def batches(dataset, size, epochs, seed):
@@ -86,75 +152,6 @@ def batches(dataset, size, epochs, seed):
         while len(indices) >= size:
             yield [dataset[k] for k in indices[:size]]
             indices = indices[size:]
-
-
-def score(task, items, prompts, completions):
-    """Rewards of B joint samples, N lists of B floats, from N lists of prompts and of completions.
-
-    Returns them as reward_func gave them and as reward_processor (if any) left them. Raises TaskError, naming the
-    function, the item and the value, where a function raises or returns anything but finite numbers.
-    """
-    N, B = len(completions), len(items)
-    rewards = call_reward(task.reward_func, items, prompts, completions)
-    name = getattr(task.reward_func, "__name__", "reward_func")
-    try:
-        rewards = [x.tolist() if hasattr(x, "tolist") else x for x in rewards]
-    except TypeError:
-        raise TaskError(f"{name} returned {one_line(repr(rewards), 80)}; it takes a list of {B} numbers") from None
-    per_agent = len(rewards) == N and all(isinstance(x, (list, tuple)) for x in rewards)
-    rows = [list(row) for row in rewards] if per_agent else [list(rewards)]
-    for row in rows:
-        if len(row) != B:
-            told = "has none" if len(row) < B else "has one too many"
-            culprit = items[min(len(row), B - 1)]
-            raise TaskError(f"{name} returned {len(row)} values for {B} items: {one_line(culprit, 80)} {told}")
-    rows = [[number(value, name, k, items[k]) for k, value in enumerate(row)] for row in rows]
-    processor = getattr(task, "reward_processor", None)
-    processed = [[processed_value(processor, value, k, items[k]) for k, value in enumerate(row)] for row in rows]
-    copies = 1 if per_agent else N
-    return rows * copies, processed * copies
-
-
-def call_reward(reward_func, items, prompts, completions):
-    named = inspect.signature(reward_func).parameters
-
-    def call(rows):
-        known = {"items": [items[k] for k in rows], "prompts": [[texts[k] for k in rows] for texts in prompts]}
-        known = {key: value for key, value in known.items() if key in named}
-        return reward_func(*([texts[k] for k in rows] for texts in completions), **known)
-
-    try:
-        return call(range(len(items)))
-    except Exception as error:
-        cause, where = error, f"the batch of {len(items)} items"
-        for k in range(len(items)):  # which item is it?
-            try:
-                call([k])
-            except Exception as single:
-                cause, where = single, f"item {k}, {one_line(items[k], 80)}"
-                break
-        name = getattr(reward_func, "__name__", "reward_func")
-        raise TaskError(f"{name} raised {type(cause).__name__}: {cause} on {where}") from cause
-
-
-def processed_value(processor, value, k, item):
-    if processor is None:
-        return value
-    try:
-        return number(processor(value), "reward_processor", k, item)
-    except TaskError:
-        raise
-    except Exception as error:
-        what = f"reward_processor raised {type(error).__name__}: {error}"
-        raise TaskError(f"{what} on {value} of item {k}, {one_line(item, 80)}") from error
-
-
-def number(value, name, k, item):
-    if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(value):
-        raise TaskError(
-            f"{name} returned {one_line(repr(value), 80)} for item {k}, {one_line(item, 80)}; it takes a number"
-        )
-    return float(value)
 
 
 def extra_metrics(task, rollouts):
