@@ -1,3 +1,4 @@
+import contextlib
 import copy
 
 import pytest
@@ -42,11 +43,17 @@ def prompts(tokenizer):
     return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
 
 
-def make_args(tmp_path=None, **flags):
+@pytest.fixture
+def clock():
+    """A stand-in for Run.time."""
+    return lambda phase: contextlib.nullcontext()
+
+
+def make_args(tmp_path=None, script=ippo_llm, **flags):
     """Args of a run that takes seconds."""
     small = {"rollout_buffer_size": 8, "mini_batch_size": 4, "train_size": 40, "num_train_epochs": 1, "eval_size": 4}
     small |= {"eval_interval": 3, "max_new_tokens": 24, "output_dir": str(tmp_path / "run") if tmp_path else None}
-    return ippo_llm.Args(**(small | flags))
+    return script.Args(**(small | flags))
 
 
 def randomise_value_head(agent, seed=0):

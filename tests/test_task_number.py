@@ -1,0 +1,77 @@
+"""The task `number`: optimal play against a search over all ways to play, and the rule move by move."""
+
+import functools
+
+import pytest
+from conftest import make_args
+
+from utils.episodes import Episodes
+from utils.tasks import number
+
+
+def best(n, turns):
+    """Least sum of distances over n neighbouring targets: a search over every number to name, in every turn."""
+
+    @functools.cache
+    def search(n, turns):
+        if n == 0 or turns == 0:
+            return 0
+        return min(
+            sum(abs(i - k) for i in range(n)) + search(k, turns - 1) + search(n - 1 - k, turns - 1) for k in range(n)
+        )
+
+    return search(n, turns)
+
+
+@pytest.mark.parametrize("num_agents, num_turns", [(1, 1), (1, 3), (2, 1), (2, 3), (3, 5), (8, 8)])
+def test_the_optimum_is_what_a_search_over_all_plays_finds(num_agents, num_turns):
+    n = 10 * num_agents + 1
+    expected = num_turns - best(n, num_turns) / n / (n - 1)
+    assert number.optimum(num_agents, num_turns) == pytest.approx(expected, abs=1e-12)
+
+
+def play(targets, num_turns, choose):
+    """Rewards of two players over targets; choose(asked) is the sum that they say after having been told so much."""
+    args = make_args(num_turns=num_turns)
+    items = [{"share": (target + 0.5) / 21} for target in targets]
+    episodes, rewards = Episodes(number, items, args), [0.0] * len(targets)
+    while episodes.running:
+        told = [[m["content"] for m in episodes.asked[k][0][-1] if m["role"] == "user"][1:] for k in episodes.running]
+        sums = [choose(asked) for asked in told]
+        completions = [[str(s // 2) for s in sums], [f" {s - s // 2}\n" for s in sums]]
+        for k, reward in zip(list(episodes.running), episodes.play(completions, completions)[0][0]):
+            rewards[k] += reward
+    return rewards
+
+
+def middle(told):
+    low, high = 0, 20
+    for way in told:
+        said = (low + high) // 2
+        low, high = (said + 1, high) if way == "higher" else (low, said - 1)
+    return (low + high) // 2
+
+
+def test_playing_the_middle_earns_the_optimum():
+    rewards = play(range(21), 3, middle)
+    assert sum(rewards) / 21 == pytest.approx(number.optimum(2, 3), abs=1e-12)
+    assert rewards[10] == 3.0  # met at once: 1, and 1 for each turn left
+
+
+def test_the_rule_move_by_move():
+    assert play([4], 3, lambda told: 10 if not told else 5) == [pytest.approx(1 - 6 / 20 + 2 * (1 - 1 / 20))]
+    items = [{"share": 0.5}] * 4
+    legal = number.reward_func(["5", "5", "11", "five"], ["5", "6", "5", "5"], items=items, turn=0, num_turns=1)
+    assert legal == [1.0, 1 - 1 / 20, 0.0, 0.0]  # 10 is hidden; 11 and a word are no moves
+    assert number.external_transition(["11", "5"], 2, [[[]], [[]]], items[0]) is None
+    first = number.formatters(items[0])
+    following = number.external_transition(["3", "4"], 2, [[first], [first]], items[0])
+    assert following[1] == [*first, {"role": "assistant", "content": "4"}, {"role": "user", "content": "higher"}]
+
+
+def test_hidden_numbers_are_uniform():
+    shares = number.train_dataset(4200, 1)
+    counts = [0] * 21
+    for item in shares:
+        counts[number.hidden(item, 2)] += 1
+    assert min(counts) > 140 and max(counts) < 260  # 200 each; deviation 14
