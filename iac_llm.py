@@ -80,9 +80,7 @@ class ModelArgs:
 class SamplingArgs:
     """Sampling: how a rollout is made."""
 
-    rollout_buffer_size: Count = (
-        64  # joint samples (episodes of the whole team) between two updates, over all processes
-    )
+    rollout_buffer_size: Count = 64  # joint samples (episodes of the team) between two updates, over all processes
     num_generations: Count = 1  # joint samples of each item in a rollout
     num_turns: Count = 1  # turns of an episode; more than one takes a task with an external_transition
     early_termination_threshold: float | None = None  # end an episode after a turn with a mean reward above this

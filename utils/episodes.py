@@ -27,7 +27,7 @@ class Episodes:
         for agent, formatter in enumerate(formatters):
             for k, item in enumerate(items):
                 with blame(f"formatter of agent {agent} failed on item {k}", item):
-                    self.asked[k][agent].append(call(formatter, item, agent=agent))
+                    self.asked[k][agent].append(call(formatter, item, agent=agent, num_agents=args.num_agents))
 
     def prompts(self, agent, tokenizer):
         """What an agent reads in the running episodes: strings, special tokens included. Raises TaskError."""
