@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+import iac_llm
 import ippo_llm
 from ippo_llm import Args, main
 from utils.cli import TaskError, UserError, parse
@@ -86,9 +87,11 @@ def test_a_run_folder_is_as_documented(tmp_path, critic, capsys):
     assert "where the time went" in told and "agent 1:" in told
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_does_not(tmp_path):
+@pytest.mark.parametrize("script", [ippo_llm, iac_llm], ids=["ippo", "iac"])
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(tmp_path, script):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        main(make_args(seed=seed, output_dir=str(tmp_path / name), use_separate_critic=True))
+        flags = {"seed": seed, "output_dir": str(tmp_path / name), "use_separate_critic": True}
+        script.main(make_args(script=script, **flags))
     assert len(timeless(tmp_path / "a")) == 5
     assert timeless(tmp_path / "a") == timeless(tmp_path / "b")
     assert (tmp_path / "a/samples.jsonl").read_bytes() == (tmp_path / "b/samples.jsonl").read_bytes()
@@ -272,13 +275,14 @@ def test_the_command_ends_with_one_line_and_exit_code_2():
     assert done.stderr == "ippo_llm.py: error: --num-agents takes 1 or more, got 0\n"
 
 
-def test_help_explains_every_flag():
-    done = subprocess.run([sys.executable, "ippo_llm.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("script", [ippo_llm, iac_llm], ids=["ippo", "iac"])
+def test_help_explains_every_flag(script):
+    done = subprocess.run([sys.executable, script.__file__, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
-    for group in "run model sampling algorithm ippo optimizer".split():
+    for group in ("run", "model", "sampling", "algorithm", script.__name__.removesuffix("_llm"), "optimizer"):
         assert f"{group} options" in done.stdout
-    source = (ROOT / "ippo_llm.py").read_text()
-    for name in vars(Args()):
+    source = Path(script.__file__).read_text()
+    for name in vars(script.Args()):
         assert f"--{name.replace('_', '-')}" in done.stdout
         (comment,) = re.findall(rf"^    {name}: .*  # (.+)$", source, flags=re.M)
         assert " ".join(comment.split()[:3]) in " ".join(done.stdout.replace("│", " ").split()), name

@@ -48,22 +48,23 @@ def middle(told):
     low, high = 0, 20
     for way in told:
         said = (low + high) // 2
-        low, high = (said + 1, high) if way == "higher" else (low, said - 1)
+        low, high = {"higher": (said + 1, high), "lower": (low, said - 1), "met": (said, said)}[way]
     return (low + high) // 2
 
 
 def test_playing_the_middle_earns_the_optimum():
     rewards = play(range(21), 3, middle)
     assert sum(rewards) / 21 == pytest.approx(number.optimum(2, 3), abs=1e-12)
-    assert rewards[10] == 3.0  # met at once: 1, and 1 for each turn left
+    assert rewards[10] == 3.0  # met at once, and said again
 
 
 def test_the_rule_move_by_move():
     assert play([4], 3, lambda told: 10 if not told else 5) == [pytest.approx(1 - 6 / 20 + 2 * (1 - 1 / 20))]
     items = [{"share": 0.5}] * 4
-    legal = number.reward_func(["5", "5", "11", "five"], ["5", "6", "5", "5"], items=items, turn=0, num_turns=1)
+    legal = number.reward_func(["5", "5", "11", "five"], ["5", "6", "5", "5"], items=items)
     assert legal == [1.0, 1 - 1 / 20, 0.0, 0.0]  # 10 is hidden; 11 and a word are no moves
     assert number.external_transition(["11", "5"], 2, [[[]], [[]]], items[0]) is None
+    assert play([4], 3, lambda told: 23) == [0.0]  # 11 and 12 spoil the game
     first = number.formatters(items[0])
     following = number.external_transition(["3", "4"], 2, [[first], [first]], items[0])
     assert following[1] == [*first, {"role": "assistant", "content": "4"}, {"role": "user", "content": "higher"}]

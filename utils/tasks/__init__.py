@@ -122,7 +122,7 @@ def from_dataset(task, args):
     except Exception as error:
         raise UserError(f"--dataset {name} can't be loaded: {type(error).__name__}: {error}") from error
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
-    tests = [splits[key] for key in ("test", "validation") if key in splits and splits[key] is not train]
+    tests = [splits[key] for key in ("test", "validation", "val") if key in splits and splits[key] is not train]
     train = train.shuffle(seed=args.seed)
     if not tests:  # the last rows of the only split
         size = min(args.eval_size, len(train) // 5)

@@ -1,8 +1,8 @@
 """N players meet a hidden number: each says one from 0 to 10, together they should add up to it, and turns help.
 
 The hidden number is uniform over 0 ... 10 N. A turn earns 1 - |sum - hidden| / 10 N; then all are told whether to go
-higher or lower. Who meets the number ends the game, and is paid 1 for each turn that is left. Anything but a number
-from 0 to 10 earns nothing, and ends the game too.
+higher or lower, or that the number is met, and better said again. Anything but a number from 0 to 10 earns nothing, and
+ends the game.
 
 Optimal play is known. The n numbers that are still possible are neighbours, and the middle of them is both the nearest
 on average and the best question, so a team plays the middle (how to share it is settled by habit: none sees what
@@ -53,22 +53,20 @@ def total(answers):
     return sum(map(int, said)) if legal else None
 
 
-def reward_func(*completions, items, turn, num_turns):
+def reward_func(*completions, items):
     rewards = []
     for item, answers in zip(items, zip(*completions)):
-        met, target = total(answers), hidden(item, len(answers))
-        left = num_turns - turn - 1
-        distance = None if met is None else abs(met - target)
-        rewards.append(0.0 if met is None else 1 + left if met == target else 1 - distance / (HIGH * len(answers)))
+        met, most = total(answers), HIGH * len(answers)
+        rewards.append(0.0 if met is None else 1 - abs(met - hidden(item, len(answers))) / most)
     return rewards
 
 
 def external_transition(agent_completions, num_agents, prompt_history_per_agent, item):
-    """Each player's own game so far, and which way to go; None where the number is met, or the game is spoilt."""
+    """Each player's own game so far, and which way to go; None where the game is spoilt."""
     met, target = total(agent_completions), hidden(item, num_agents)
-    if met in (None, target):
+    if met is None:
         return None
-    say = {"role": "user", "content": "higher" if met < target else "lower"}
+    say = {"role": "user", "content": "met" if met == target else "higher" if met < target else "lower"}
     answers = [{"role": "assistant", "content": answer.strip()} for answer in agent_completions]
     return [[*prompts[-1], answer, say] for prompts, answer in zip(prompt_history_per_agent, answers)]
 

@@ -15,6 +15,7 @@ from utils.made_text import posts
 from utils.words import STOPWORDS, TRANSITIONS
 
 columns = ("prompt",)
+MIN_WORDS, MAX_WORDS = 8, 256
 
 
 def train_dataset(size, seed):
@@ -37,15 +38,12 @@ def reward_func(*completions, items):
     return [sum(rewards) / len(rewards) for rewards in zip(*pairs)]
 
 
-def pair_reward(short, long, min_words=8, max_words=256, ratios=(1.1, 1.6, 3.2, 5.0)):
-    """Points from 0 to 3 for two texts about one thing, the second longer and richer; each level opens the next.
-
-    `ratios` of their lengths in characters: outside the outer two the rule stops, between the inner it pays in full.
-    """
-    if not all(min_words <= len(text.split()) <= max_words for text in (short, long)):
+def pair_reward(short, long):
+    """Points from 0 to 3 for two texts about one thing, the second longer and richer; each level opens the next."""
+    if not all(MIN_WORDS <= len(text.split()) <= MAX_WORDS for text in (short, long)):
         return 0.0
-    ratio, (least, low, high, most) = len(long) / len(short), ratios
-    length_points = min(1.0, (ratio - least) / (low - least), (most - ratio) / (most - high))
+    ratio = len(long) / len(short)
+    length_points = min(1.0, (ratio - 1.1) / (1.6 - 1.1), (5.0 - ratio) / (5.0 - 3.2))
     if length_points < 0:
         return 0.5
     words = [set(re.findall(r"\w+", text.lower())) for text in (short, long)]
