@@ -52,7 +52,10 @@ def test_a_dataset_that_does_not_fit_is_one_line(tmp_path):
         (wrong, "--dataset .*wrong.jsonl has the columns text; --task tldr reads prompt"),
         (few, "--dataset .*few.jsonl has 4 items; an update takes 8"),
         (str(tmp_path / "broken.jsonl"), "--dataset .*broken.jsonl can't be loaded: "),
-        (str(tmp_path / "none.jsonl"), "--dataset .*none.jsonl can't be loaded: "),
+        (
+            str(tmp_path / "none.jsonl"),
+            "--dataset takes a hub dataset's name, a folder or a file, and there is no file .*none.jsonl",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             ippo_llm.main(make_args(tmp_path, dataset=name, **TINY_RUN))

@@ -114,11 +114,10 @@ def from_dataset(task, args):
     """Items from a hub dataset, a folder or a file: as many as there are, up to --train-size and --eval-size."""
     name = args.dataset
     kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(name).suffix)
+    if kind and not Path(name).is_file():
+        raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no file {name}")
     try:
-        if kind and Path(name).is_file():
-            splits = datasets.load_dataset(kind, data_files=name)
-        else:
-            splits = datasets.load_dataset(name)
+        splits = datasets.load_dataset(kind, data_files=name) if kind else datasets.load_dataset(name)
     except Exception as error:
         raise UserError(f"--dataset {name} can't be loaded: {type(error).__name__}: {error}") from error
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
