@@ -3,34 +3,66 @@
 import pytest
 from test_run import read_metrics
 
-from ippo_llm import Args, main
+import iac_llm
+import ippo_llm
+from utils.tasks.number import optimum
+
+SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, iac_llm], ids=["ippo", "iac"])
+SEEDS = pytest.mark.parametrize("seed", [1, 2, 3])
 
 
-def mean(rows, name):
+def mean(rows, name="reward_mean"):
     return sum(float(row[name]) for row in rows) / len(rows)
 
 
-def test_the_reward_rises_within_a_few_updates(tmp_path):
-    main(
-        Args(
-            output_dir=str(tmp_path / "run"),
-            use_separate_critic=True,
-            train_size=1024,
-            num_train_epochs=1,
-            eval_interval=0,
-        )
-    )
-    rows = read_metrics(tmp_path / "run")
+def train(script, tmp_path, **flags):
+    script.main(script.Args(output_dir=str(tmp_path / "run"), **flags))
+    return read_metrics(tmp_path / "run")
+
+
+def last_tenth(rows):
+    return rows[-max(1, len(rows) // 10) :]
+
+
+@SCRIPTS
+def test_the_reward_rises_within_a_few_updates(tmp_path, script):
+    rows = train(script, tmp_path, use_separate_critic=True, train_size=1024, num_train_epochs=1, eval_interval=0)
     assert len(rows) == 16
-    assert float(rows[0]["reward_mean"]) < 1.2 and mean(rows[-4:], "reward_mean") > mean(rows[:2], "reward_mean") + 0.5
+    assert float(rows[0]["reward_mean"]) < 1.2 and mean(rows[-4:]) > mean(rows[:2]) + 0.5
+
+
+def test_players_meet_the_number_better_within_a_few_updates(tmp_path):
+    flags = {"num_turns": 3, "max_new_tokens": 4, "num_train_epochs": 1, "eval_interval": 0}
+    rows = train(ippo_llm, tmp_path, task="number", **flags)
+    assert len(rows) == 24 and mean(rows[-4:]) > mean(rows[:2]) + 0.2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@SEEDS
 @pytest.mark.parametrize("critic, reward, logprob", [("separate", 2.3, -1.6), ("head", 2.0, -2.0)])
 def test_the_default_run_learns_to_coordinate_in_sentences(tmp_path, seed, critic, reward, logprob):
-    main(Args(output_dir=str(tmp_path / "run"), seed=seed, use_separate_critic=critic == "separate"))
-    rows = read_metrics(tmp_path / "run")
-    last = rows[-len(rows) // 10 :]
+    rows = train(ippo_llm, tmp_path, seed=seed, use_separate_critic=critic == "separate")
     assert float(rows[0]["reward_mean"]) < 1.2
-    assert mean(last, "reward_mean") >= reward and mean(last, "reference_logprob") >= logprob
+    assert mean(last_tenth(rows)) >= reward and mean(last_tenth(rows), "reference_logprob") >= logprob
+
+
+@pytest.mark.slow
+@SEEDS
+def test_the_default_run_of_iac_learns_too(tmp_path, seed):
+    rows = train(iac_llm, tmp_path, seed=seed, use_separate_critic=True)
+    assert float(rows[0]["reward_mean"]) < 1.2 and mean(last_tenth(rows)) >= 2.2
+
+
+@pytest.mark.slow
+@SEEDS
+def test_players_go_most_of_the_way_to_optimal_play(tmp_path, seed):
+    rows = train(ippo_llm, tmp_path, task="number", num_turns=3, max_new_tokens=4, seed=seed)
+    first, best = mean(rows[: len(rows) // 10]), optimum(2, 3)
+    assert mean(last_tenth(rows)) >= first + 0.7 * (best - first)
+
+
+@pytest.mark.slow
+@SEEDS
+def test_programmers_share_the_work(tmp_path, seed):
+    rows = train(ippo_llm, tmp_path, task="code", max_new_tokens=48, use_separate_critic=True, seed=seed)
+    assert mean(last_tenth(rows)) >= mean(rows[: len(rows) // 10]) + 0.5

@@ -1,48 +1,66 @@
 """The README's commands, examples and flags are those of the code."""
 
 import dataclasses
-import json
+import importlib
 import re
 import shlex
 from pathlib import Path
 
 from conftest import make_args
 
-from ippo_llm import Args, main
+import iac_llm
+import ippo_llm
 from utils.cli import parse
+from utils.tasks import BUILT_IN
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 BLOCKS = {code.split(".py")[0]: code for code in re.findall(r"```python\n# (.*?)```", README, flags=re.S)}
+SCRIPTS = {"ippo_llm": ippo_llm, "iac_llm": iac_llm}
 
 
 def test_every_command_parses():
-    commands = re.findall(r"(?<=python )ippo_llm\.py[^\n`&|]*", README.replace("\\\n", " "))
-    assert len(commands) >= 5
-    for command in commands:
-        if "--help" not in command:
-            parse(Args, shlex.split(command)[1:])
+    sources = [README, (ROOT / "benchmark/README.md").read_text(), *BLOCKS.values()]
+    sources += [importlib.import_module(f"utils.tasks.{name}").__doc__ for name in BUILT_IN]
+    commands = re.findall(r"(?<=python )(\w+_llm)\.py([^\n`&|;]*)", "\n".join(sources).replace("\\\n", " "))
+    assert len(commands) >= 15
+    for script, flags in commands:
+        flags = re.split(r" {2,}|\$", flags.strip())[0]  # what follows is a remark, or a shell's variable
+        parse(SCRIPTS[script].Args, shlex.split(flags.removesuffix(" --seed")))
 
 
 def test_the_table_of_flags_is_that_of_the_code():
-    rows = dict(re.findall(r"^\| `--([a-z0-9-]+)` \| (.*?) \|", README, flags=re.M))
-    defaults = {True: "on", False: "off", None: "none", (): "none"}
-    for field in dataclasses.fields(Args):
-        default = field.default
-        expected = defaults[default] if isinstance(default, (bool, type(None), tuple)) else str(default)
-        assert rows.pop(field.name.replace("_", "-")) == expected
-    assert not rows
+    rows = re.findall(r"^\| `--([a-z0-9-]+)` \| (.*?) \|", README, flags=re.M)
+    shown = {False: "off", True: "on", None: "none"}
+    expected = {}
+    for name, script in SCRIPTS.items():
+        for field in dataclasses.fields(script.Args):
+            default = field.default
+            if isinstance(default, (bool, type(None))):
+                default = shown[default]
+            elif isinstance(default, tuple):
+                default = " ".join(default) or "none"
+            expected.setdefault(field.name.replace("_", "-"), {})[name] = str(default)
+    assert len(rows) == len(dict(rows)) and dict(rows).keys() == expected.keys()
+    for flag, text in rows:
+        defaults = expected[flag]
+        if len(set(defaults.values())) > 1:
+            assert text == ", ".join(f"{default} in `{name}.py`" for name, default in defaults.items())
+        else:
+            assert text in defaults.values()
 
 
-def test_the_reward_of_your_own_runs(tmp_path):
-    (tmp_path / "agree.py").write_text("# " + BLOCKS["agree"])
-    _, run = main(make_args(tmp_path, task=str(tmp_path / "agree.py"), train_size=8))
-    assert 0 < run.rows[0]["reward_mean"] < 1
+def test_the_task_of_your_own_runs_as_printed(tmp_path):
+    code = "# " + BLOCKS["meet"]
+    assert len(code.splitlines()) < 30
+    (tmp_path / "meet.py").write_text(code)
+    args = make_args(tmp_path, task=str(tmp_path / "meet.py"), train_size=16, num_turns=2)
+    _, run = ippo_llm.main(args)
+    for sample in run.samples:  # the second prompt of each shows what the other wrote first
+        first, second = sample["completions"]
+        assert first[0] in sample["prompts"][1][1] and second[0] in sample["prompts"][0][1]
+    assert 0 < run.rows[0]["turn_1/reward_mean"] < 1 and run.rows[0]["turns"] == 2
 
 
-def test_the_dataset_from_the_hub_runs_from_a_folder(tmp_path):
-    for split in ("train", "test"):
-        lines = [json.dumps({"prompt": f"{split} post {k}", "completion": "short"}) for k in range(20)]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "hub_data.py").write_text("# " + BLOCKS["hub_data"].replace("trl-lib/tldr", str(tmp_path)))
-    _, run = main(make_args(tmp_path, task=str(tmp_path / "hub_data.py"), train_size=8))
-    assert {sample["item"]["prompt"].split()[0] for sample in run.samples} == {"train"}
+def test_every_task_is_in_the_table():
+    assert sorted(re.findall(r"^\| `([a-z]+)` \|", README, flags=re.M)) == BUILT_IN

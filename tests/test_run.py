@@ -372,21 +372,14 @@ def test_bfloat16_autocast_and_weights_train(tmp_path):
     assert abs(float(read_metrics(tmp_path / "run")[0]["agent_0/approx_kl"])) < 0.1
 
 
-def test_two_processes_train_together(tmp_path):
-    launch = "-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no".split()
-    launch += [
-        "--dynamo_backend",
-        "no",
-        "ippo_llm.py",
-        *SMALL,
-        "--eval-size",
-        "5",
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
-    run_script(*launch)
+@pytest.mark.parametrize("flags", ["--eval-size 5", "--eval-size 5 --task number --num-turns 3 --max-new-tokens 4"])
+def test_two_processes_train_together(tmp_path, flags):
+    launch = "-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no "
+    launch += f"--dynamo_backend no ippo_llm.py {' '.join(SMALL)} {flags} --output-dir {tmp_path}/run"
+    run_script(*launch.split())
     rows = read_metrics(tmp_path / "run")
     assert [int(row["global_step"]) for row in rows] == [8, 16] and rows[-1]["eval/reward_mean"] != ""
+    assert ("turn_1/reward_mean" in rows[0]) == ("number" in flags)
 
 
 def test_stopping_by_the_keyboard_saves_the_agents(tmp_path):

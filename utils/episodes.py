@@ -1,5 +1,6 @@
 """Episodes of a team under way: ask the task for prompts, rewards and next prompts, and check what it says."""
 
+import contextlib
 import inspect
 import math
 
@@ -85,18 +86,13 @@ class Episodes:
         return True
 
 
-class blame:
-    """A context in which an error of the task's own code becomes a TaskError of one line."""
-
-    def __init__(self, what, item):
-        self.what, self.item = what, item
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, Exception):
-            raise TaskError(f"{self.what}, {one_line(self.item, 80)}: {kind.__name__}: {error}") from error
+@contextlib.contextmanager
+def blame(what, item):
+    """Within it, an error of the task's own code becomes a TaskError of one line."""
+    try:
+        yield
+    except Exception as error:
+        raise TaskError(f"{what}, {one_line(item, 80)}: {type(error).__name__}: {error}") from error
 
 
 def call(function, *given, **known):
