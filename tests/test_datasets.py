@@ -1,12 +1,15 @@
 """--dataset: rows from a file or a folder in place of the task's own, as they would come from the hub."""
 
+import importlib
 import json
 
 import pytest
 from conftest import make_args
 
+import iac_llm
 import ippo_llm
 from utils.cli import UserError
+from utils.tasks import BUILT_IN
 
 TINY_RUN = {"train_size": 16, "eval_size": 4, "max_new_tokens": 4, "eval_interval": 1}
 
@@ -60,3 +63,15 @@ def test_a_dataset_that_does_not_fit_is_one_line(tmp_path):
         with pytest.raises(UserError, match=message):
             ippo_llm.main(make_args(tmp_path, dataset=name, **TINY_RUN))
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("task", BUILT_IN)
+@pytest.mark.parametrize("script", [ippo_llm, iac_llm], ids=["ippo", "iac"])
+def test_every_task_runs_offline_in_every_script(tmp_path, script, task):
+    if task == "reasoning":
+        pytest.importorskip("reasoning_gym")
+    turns = 1 + hasattr(importlib.import_module(f"utils.tasks.{task}"), "external_transition")
+    args = make_args(tmp_path, script, task=task, num_turns=turns, train_size=8, max_new_tokens=8)
+    _, run = script.main(args)
+    assert len(run.rows) == 1 and 0 <= run.rows[0]["reward_mean"] <= (run.optimum or 3)
+    assert run.rows[0]["eval/reward_mean"] is not None
