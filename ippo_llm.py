@@ -113,13 +113,13 @@ class IPPOArgs:
     action_granularity: Literal["token", "turn"] = "token"  # an action is one token, or one whole response
     gae_lambda: Share = 0.95  # lambda of generalised advantage estimation
     ppo_epochs: Count = 1  # passes over a rollout
+    actor_learning_rate: NonNegative = 5e-4  # learning rate of the actors
 
 
 @dataclass
 class OptimizerArgs:
     """The optimisers (AdamW), one for each model."""
 
-    actor_learning_rate: NonNegative = 5e-4  # learning rate of the actors
     critic_learning_rate: NonNegative = 1e-3  # learning rate of separate critics and of value heads
     anneal_lr: bool = True  # lower the learning rates to 0, linearly over the second half of the run
     weight_decay: NonNegative = 0.0  # AdamW's weight decay
