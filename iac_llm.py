@@ -80,7 +80,6 @@ class ModelArgs:
 class SamplingArgs:
     """Sampling: how a rollout is made."""
 
-    rollout_buffer_size: Count = 64  # joint samples (episodes of the team) between two updates, over all processes
     num_generations: Count = 1  # joint samples of each item in a rollout
     num_turns: Count = 1  # turns of an episode; more than one takes a task with an external_transition
     early_termination_threshold: float | None = None  # end an episode after a turn with a mean reward above this
@@ -112,14 +111,15 @@ class IACArgs:
     """What is IAC's own."""
 
     action_granularity: Literal["token", "turn"] = "turn"  # an action is one token, or one whole response
+    rollout_buffer_size: Count = 32  # joint samples (episodes of the team) between two updates, over all processes
     ac_epochs: Count = 1  # passes over a rollout
-    actor_learning_rate: NonNegative = 3e-4  # learning rate of the actors
 
 
 @dataclass
 class OptimizerArgs:
     """The optimisers (AdamW), one for each model."""
 
+    actor_learning_rate: NonNegative = 5e-4  # learning rate of the actors
     critic_learning_rate: NonNegative = 1e-3  # learning rate of separate critics and of value heads
     anneal_lr: bool = True  # lower the learning rates to 0, linearly over the second half of the run
     weight_decay: NonNegative = 0.0  # AdamW's weight decay
