@@ -1,0 +1,75 @@
+"""Merge a trained agent's adapter into its base: an ordinary Hugging Face folder, model and tokenizer.
+
+    python -m utils.merge_adapter RUN/agent_0 OUT
+
+AutoModelForCausalLM and AutoTokenizer open OUT like any other model.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import AutoTokenizer
+
+from utils.adapters import BASE, CONFIG, WEIGHTS, add_adapters, check_base, load_adapter, read_config, read_json
+from utils.checkpoint import load_model
+from utils.cli import UserError, command_line
+
+
+@dataclass
+class MergeArgs:
+    """What is merged, and where to."""
+
+    agent: tyro.conf.Positional[str] = ""  # folder of an agent, RUN/agent_0
+    out: tyro.conf.Positional[str] = ""  # folder to write; it must not be there yet
+    model: str | None = None  # folder or hub name of the base; none: the name that the agent's folder has
+    dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the merged weights
+    trust_remote_code: bool = False  # run code that comes with a hub model
+
+
+@dataclass
+class Args(MergeArgs):
+    """All flags."""
+
+    attn_implementation = "sdpa"
+
+
+def main(args):
+    """Merge, and write the folder aside, then rename it. Raises UserError."""
+    agent, out = Path(args.agent), Path(args.out)
+    if not args.agent or not args.out:
+        raise UserError("two folders are needed: an agent's, and one to write, as in RUN/agent_0 OUT")
+    if out.exists():
+        raise UserError(f"{out} is there already: name a new folder")
+    for file in (agent / BASE, agent / "actor" / CONFIG, agent / "actor" / WEIGHTS):
+        if not file.is_file():
+            raise UserError(f"{agent} is no agent's folder with a LoRA adapter: there is no {file}")
+    name, config = args.model or read_json(agent / BASE).get("base"), read_config(agent / "actor")
+    config.base_model_name_or_path, base = None, load_model(args, str(name))
+    check_base(agent, base, name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(agent)
+    except Exception as error:
+        raise UserError(f"{agent} has no tokenizer that can be loaded: {error}") from error
+
+    model = add_adapters(base, config, ["agent_0_actor"])
+    load_adapter(agent / "actor", model, "agent_0_actor")
+    head = base.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer) and head.weight is base.get_input_embeddings().weight:
+        head.get_base_layer().weight = nn.Parameter(head.weight.clone())  # merged, it differs from the embeddings
+        base.config.tie_word_embeddings = False
+    aside = out.with_name(out.name + ".writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    model.merge_and_unload().save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    os.replace(aside, out)
+    print(f"wrote {out}: {name} with the adapter of {agent}")
+
+
+if __name__ == "__main__":
+    command_line(main, Args, __doc__)
