@@ -428,7 +428,7 @@ def main(args, task=None, model=None, tokenizer=None):
     device, rank, processes = accelerator.device, accelerator.process_index, accelerator.num_processes
     check(args, processes)
     task = load_task(task or args.task, args.num_agents, args.num_turns)
-    folder = run_folder(args, "iac_llm")
+    folder = run_folder(args, "iac_llm", args.task)
     check_models(args, model)
     items_per_update = args.rollout_buffer_size // args.num_generations
     train_items, held_out = load_datasets(task, args, items_per_update)

@@ -5,6 +5,8 @@ from test_run import read_metrics
 
 import iac_llm
 import ippo_llm
+import ppo_llm
+from utils.envs import guess
 from utils.tasks.number import optimum
 
 SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, iac_llm], ids=["ippo", "iac"])
@@ -37,6 +39,11 @@ def test_players_meet_the_number_better_within_a_few_updates(tmp_path):
     assert len(rows) == 24 and mean(rows[-4:]) > mean(rows[:2]) + 0.2
 
 
+def test_a_player_guesses_better_within_a_few_updates(tmp_path):
+    rows = train(ppo_llm, tmp_path, train_size=1280, num_train_epochs=1, evaluation_interval=0)
+    assert len(rows) == 20 and mean(rows[-4:]) > mean(rows[:2]) + 0.2
+
+
 @pytest.mark.slow
 @SEEDS
 @pytest.mark.parametrize("critic, reward, logprob", [("separate", 2.3, -1.6), ("head", 2.0, -2.0)])
@@ -66,3 +73,16 @@ def test_players_go_most_of_the_way_to_optimal_play(tmp_path, seed):
 def test_programmers_share_the_work(tmp_path, seed):
     rows = train(ippo_llm, tmp_path, task="code", max_new_tokens=48, use_separate_critic=True, seed=seed)
     assert mean(last_tenth(rows)) >= mean(rows[:1]) + 0.5
+
+
+@pytest.mark.slow
+@SEEDS
+def test_a_player_comes_near_to_binary_search(tmp_path, seed):
+    rows = train(ppo_llm, tmp_path, seed=seed)
+    assert float(rows[-1]["fitness"]) >= 0.9 * guess.optimum(6) and mean(last_tenth(rows)) >= 0.65 * guess.optimum(6)
+
+
+@pytest.mark.slow
+def test_two_agents_on_one_base_coordinate(tmp_path):
+    rows = train(ppo_llm, tmp_path, task="tldr", num_agents=2)
+    assert mean(last_tenth(rows)) >= 2.1

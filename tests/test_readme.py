@@ -6,17 +6,19 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 from conftest import make_args
 
 import iac_llm
 import ippo_llm
+import ppo_llm
 from utils.cli import parse
 from utils.tasks import BUILT_IN
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = {code.split(".py")[0]: code for code in re.findall(r"```python\n# (.*?)```", README, flags=re.S)}
-SCRIPTS = {"ippo_llm": ippo_llm, "iac_llm": iac_llm}
+SCRIPTS = {"ippo_llm": ippo_llm, "iac_llm": iac_llm, "ppo_llm": ppo_llm}
 
 
 def test_every_command_parses():
@@ -30,11 +32,14 @@ def test_every_command_parses():
             parse(SCRIPTS[script].Args, shlex.split(flags))
 
 
-def test_the_table_of_flags_is_that_of_the_code():
-    rows = re.findall(r"^\| `--([a-z0-9-]+)` \| (.*?) \|", README, flags=re.M)
+@pytest.mark.parametrize("scripts", [("ippo_llm", "iac_llm"), ("ppo_llm",)], ids=" ".join)
+def test_the_table_of_flags_is_that_of_the_code(scripts):
+    section = README.split("### " + " and ".join(f"`{name}.py`" for name in scripts) + "\n")[1].split("\n##")[0]
+    rows = re.findall(r"^\| `--([a-z0-9-]+)` \| (.*?) \|", section, flags=re.M)
     shown = {False: "off", True: "on", None: "none"}
     expected = {}
-    for name, script in SCRIPTS.items():
+    for name in scripts:
+        script = SCRIPTS[name]
         for field in dataclasses.fields(script.Args):
             default = field.default
             if isinstance(default, (bool, type(None))):
@@ -65,3 +70,19 @@ def test_the_task_of_your_own_runs_as_printed(tmp_path):
 
 def test_every_task_is_in_the_table():
     assert sorted(re.findall(r"^\| `([a-z]+)` \|", README, flags=re.M)) == BUILT_IN
+
+
+def test_the_environment_of_your_own_runs_as_printed(tmp_path):
+    (tmp_path / "echo.py").write_text("# " + BLOCKS["echo"])
+    sizes = {
+        "train_size": 16,
+        "rollout_buffer_size": 8,
+        "num_train_epochs": 1,
+        "eval_loop": 8,
+        "evaluation_interval": 0,
+    }
+    args = ppo_llm.Args(env=str(tmp_path / "echo.py"), max_turns=2, max_output_tokens=8, **sizes)
+    _, run = ppo_llm.main(dataclasses.replace(args, output_dir=str(tmp_path / "run")))
+    assert run.optimum == 2 and [row["turns"] for row in run.rows] == [2, 2]
+    first, second = run.samples[0]["prompts"][0]
+    assert "Say " in first and second.startswith("Say ")

@@ -22,10 +22,13 @@ SAMPLES = 2  # joint samples written of each update
 PACKAGES = "torch transformers accelerate datasets tokenizers safetensors numpy tyro wandb matplotlib tqdm".split()
 
 
-def run_folder(args, script):
-    """The folder that the run will write, not made yet. Raises UserError where a run is in it, without --overwrite."""
+def run_folder(args, script, subject):
+    """The folder that the run will write, not made yet; `subject` is the task's name.
+
+    Raises UserError where a run is in it, without --overwrite.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = Path(args.output_dir or f"runs/{script}__{Path(args.task).stem}__{args.seed}__{stamp}")
+    folder = Path(args.output_dir or f"runs/{script}__{Path(subject).stem}__{args.seed}__{stamp}")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output-dir takes a folder, and {folder} is a file")
     if outputs(folder) and not args.overwrite:
@@ -46,8 +49,9 @@ class Run:
     processes only the main one writes.
     """
 
-    def __init__(self, folder, args, updates, save, accelerator, optimum=None):
+    def __init__(self, folder, args, updates, save, accelerator, optimum=None, held_out="eval/reward_mean"):
         self.folder, self.args, self.updates, self.save, self.optimum = folder, args, updates, save, optimum
+        self.held_out = held_out  # the metric of what is held out
         self.main_process = accelerator.is_main_process
         self.rows, self.samples, self.seconds, self.totals = [], [], {}, {}
         self.wandb = self.bar = None
@@ -89,7 +93,7 @@ class Run:
             return
         start = time.perf_counter()
         phases = {f"time/{phase}": seconds.get(phase, 0.0) for phase in ("sample", "reward", "evaluate", "update")}
-        held_out, tokens = {"eval/reward_mean": row.pop("eval/reward_mean", None)}, row.pop("new_tokens")
+        held_out, tokens = {self.held_out: row.pop(self.held_out, None)}, row.pop("new_tokens")
         done = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
         per_second = {"samples_per_second": done, "new_tokens_per_second": tokens}
         row |= phases | {name: amount / sum(phases.values()) for name, amount in per_second.items()} | held_out
@@ -133,7 +137,7 @@ class Run:
 
     def draw(self):
         start = time.time()
-        draw_curves(self.rows, self.folder / "curves.png", self.folder.name, self.optimum)
+        draw_curves(self.rows, self.folder / "curves.png", self.folder.name, self.held_out, self.optimum)
         self.drawn_at, self.drawing = time.time(), time.time() - start
 
     def __exit__(self, kind, error, trace):
@@ -151,22 +155,25 @@ class Run:
             print(self.outcome())
         print(f"{'stopped early; ' if kind else ''}the run is in {self.folder}", flush=True)
         if self.wandb:
-            import wandb
+            if self.samples:
+                import wandb
 
-            columns = ["global_step", "item", *(f"agent_{i}" for i in range(len(self.samples[0]["completions"])))]
-            rows = [
-                [s["global_step"], one_line(s["item"]), *map(as_text, s["completions"]), s["reward"]]
-                for s in self.samples[-200:]
-            ]
-            self.wandb.log({"samples": wandb.Table(columns=[*columns, "reward"], data=rows)})
+                columns = ["global_step", "item", *(f"agent_{i}" for i in range(len(self.samples[0]["completions"])))]
+                rows = [
+                    [s["global_step"], one_line(s["item"]), *map(as_text, s["completions"]), s["reward"]]
+                    for s in self.samples[-200:]
+                ]
+                self.wandb.log({"samples": wandb.Table(columns=[*columns, "reward"], data=rows)})
             self.wandb.finish(exit_code=int(kind is not None))
 
     def outcome(self):
         """The reward at first and in the end, and the best that there is, where the task knows it, in a line."""
         rewards = [row["reward_mean"] for row in self.rows]
         last = rewards[-max(1, len(rewards) // 10) :]
-        best = "" if self.optimum is None else f"; optimal play: {self.optimum:.3f}"
-        return f"reward: {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} over the last tenth of updates{best}"
+        outcome = f"reward: {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} over the last tenth of updates"
+        held_out = [row[self.held_out] for row in self.rows if row.get(self.held_out) is not None]
+        outcome += f"; {self.held_out}: {held_out[-1]:.3f}" if held_out else ""
+        return outcome + ("" if self.optimum is None else f"; optimal play: {self.optimum:.3f}")
 
 
 def joint_sample(k, item, rollouts, num_turns):
@@ -254,7 +261,7 @@ def side_by_side(samples, width=None):
     return "\n".join(lines)
 
 
-def draw_curves(rows, path, title, optimum=None):
+def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
     """curves.png: reward, response lengths, entropy, value loss, explained variance, distance to the initial model."""
     steps = [row["global_step"] for row in rows]
     agents = [key.split("/")[0] for key in rows[0] if key.endswith("/policy_loss")]
@@ -279,11 +286,9 @@ def draw_curves(rows, path, title, optimum=None):
         return [(agent.replace("_", " "), [row[f"{agent}/{metric}"] for row in rows]) for agent in agents]
 
     reward = panel("reward", [("training", [row["reward_mean"] for row in rows])], note=True)
-    held_out = [
-        (row["global_step"], row["eval/reward_mean"]) for row in rows if row.get("eval/reward_mean") is not None
-    ]
-    if held_out:
-        reward.plot(*zip(*held_out), "o", color="black", markersize=5, label="held-out items")
+    tests = [(row["global_step"], row[held_out]) for row in rows if row.get(held_out) is not None]
+    if tests:
+        reward.plot(*zip(*tests), "o", color="black", markersize=5, label="held-out items")
     if optimum is not None:
         reward.axhline(optimum, color="black", linestyle="--", linewidth=1, label="optimal play")
     reward.legend(frameon=False, fontsize=9)

@@ -35,7 +35,7 @@ FUNCTIONS = (
 )
 
 
-def load_task(task, num_agents, num_turns=1):
+def load_task(task, num_agents, num_turns=1, turns_flag="--num-turns"):
     """The task of that name, file or object, checked. Raises UserError where there is none, or it lacks a part."""
     name = task if isinstance(task, str) else getattr(task, "__name__", type(task).__name__)
     if isinstance(task, str):
@@ -54,7 +54,7 @@ def load_task(task, num_agents, num_turns=1):
     if not all(map(callable, formatters)):
         raise UserError(f"--task {name}: each of its formatters is to be a function")
     if num_turns > 1 and not hasattr(task, "external_transition"):
-        raise UserError(f"--num-turns {num_turns} takes a task with an external_transition, and {name} has none")
+        raise UserError(f"{turns_flag} {num_turns} takes a task with an external_transition, and {name} has none")
     try:
         getattr(task, "check", lambda *_: None)(num_agents, num_turns)
     except ValueError as error:
