@@ -1,8 +1,9 @@
-"""How fast ippo_llm.py samples and learns, and how much of that is the model's own work.
+"""How fast a script samples and learns, and how much of that is the model's own work.
 
     python -m benchmark.speed FOLDER --prompts 64 --new-tokens 64
+    python -m benchmark.speed FOLDER --script ppo_llm --agents 1
 
-Two agents answer the prompts of FOLDER's model and learn from them in one pass, a few times over. Prints one JSON line:
+Agents answer the prompts of FOLDER's model and learn from them in one pass, a few times over. Prints one JSON line:
 joint samples and new tokens per second (median and first iteration), and the share of the time that is not spent inside
 a forward pass, a backward pass or an optimiser step.
 """
@@ -19,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ippo_llm
+import ppo_llm
 
 
 def train_dataset(size, seed):
@@ -26,8 +28,8 @@ def train_dataset(size, seed):
     return datasets.Dataset.from_list([{"prompt": ask} for ask in asks])
 
 
-def reward_func(first, second):
-    return [-abs(len(b) / max(len(a), 1) - 2.0) for a, b in zip(first, second)]
+def reward_func(*completions):
+    return [-abs(len(last) / max(len(first), 1) - 2.0) for first, *_, last in zip(*completions, completions[-1])]
 
 
 TASK = SimpleNamespace(
@@ -62,7 +64,10 @@ def main():
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--iterations", type=int, default=10)
-    parser.add_argument("--critic", choices=["separate", "head"], default="separate")
+    parser.add_argument("--script", choices=["ippo_llm", "ppo_llm"], default="ippo_llm")
+    parser.add_argument("--agents", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=16, help="ppo_llm's transcripts in an optimiser step")
+    parser.add_argument("--critic", choices=["separate", "head"], default="separate", help="of ippo_llm's agents")
     flags = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(flags.folder)
@@ -70,21 +75,21 @@ def main():
     for owner, name in ((type(model), "forward"), (type(model.base_model), "forward"), (torch.Tensor, "backward")):
         inside.watch(owner, name)
     inside.watch(torch.optim.AdamW, "step")
+    same = {"num_agents": flags.agents, "train_size": flags.prompts, "num_train_epochs": flags.iterations}
+    same |= {"rollout_buffer_size": flags.prompts}
     with tempfile.TemporaryDirectory() as folder:
-        args = ippo_llm.Args(
-            model=flags.folder,
-            output_dir=folder,
-            use_separate_critic=flags.critic == "separate",
-            rollout_buffer_size=flags.prompts,
-            train_size=flags.prompts,
-            num_train_epochs=flags.iterations,
-            max_new_tokens=flags.new_tokens,
-            eval_interval=0,
-        )
-        _, run = ippo_llm.main(args, TASK)
+        if flags.script == "ppo_llm":
+            own = {"model": flags.folder, "max_output_tokens": flags.new_tokens, "evaluation_interval": 0}
+            own |= {"batch_size": flags.batch_size, "update_epochs": 1, "lora_rank": 8}
+            _, run = ppo_llm.main(ppo_llm.Args(**same, **own, output_dir=folder), TASK)
+        else:
+            own = {"model": (flags.folder,), "max_new_tokens": flags.new_tokens, "eval_interval": 0}
+            own |= {"use_separate_critic": flags.critic == "separate"}
+            _, run = ippo_llm.main(ippo_llm.Args(**same, **own, output_dir=folder), TASK)
     speeds = {key: [row[key] for row in run.rows] for key in ("samples_per_second", "new_tokens_per_second")}
     spent = sum(seconds for phase, seconds in run.totals.items())
-    result = {"critic": flags.critic, "prompts": flags.prompts, "new_tokens": flags.new_tokens}
+    result = {name: getattr(flags, name) for name in ("script", "agents", "prompts", "new_tokens")}
+    result |= {"critic": flags.critic} if flags.script == "ippo_llm" else {}
     result |= {f"joint_{key}": round(statistics.median(values), 1) for key, values in speeds.items()}
     result |= {"first_iteration_samples_per_second": round(speeds["samples_per_second"][0], 1)}
     result |= {"share_outside_model_calls": round(1 - inside.seconds / spent, 4)}

@@ -19,10 +19,9 @@ def summary(folder):
     reward, logprob = (sum(float(row[k]) for row in last) / len(last) for k in ("reward_mean", "reference_logprob"))
     seconds = sum(float(row[key]) for row in rows for key in row if key.startswith("time/"))
     flags = json.loads((folder / "config.json").read_text())["args"]
-    name = (
-        f"{folder.name} (seed {flags['seed']}, {'separate critics' if flags['use_separate_critic'] else 'value heads'})"
-    )
-    held_out = float(rows[-1]["eval/reward_mean"] or "nan")
+    critic = {True: "separate critics", False: "value heads", None: "adapters"}[flags.get("use_separate_critic")]
+    name = f"{folder.name} (seed {flags['seed']}, {critic})"
+    held_out = float(rows[-1].get("eval/reward_mean") or rows[-1].get("fitness") or "nan")
     numbers = [f"{float(rows[0]['reward_mean']):.2f}", f"{reward:.2f}", f"{held_out:.2f}", f"{logprob:.2f}"]
     return [name, *numbers, rows[-1]["global_step"], f"{seconds:.0f}"]
 

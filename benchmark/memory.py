@@ -1,0 +1,60 @@
+"""Peak resident memory of a training run: one agent, a team on one shared base, and a team that is fine-tuned in full.
+
+    python -m benchmark.memory FOLDER --agents 4
+
+FOLDER is a model's. Each run is a process of its own, which trains for two updates of 16 joint samples; prints a row
+for each.
+"""
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import ippo_llm
+import ppo_llm
+from benchmark import speed
+
+
+def reward_func(*completions):
+    return [float(sum(map(len, texts))) for texts in zip(*completions)]
+
+
+def train(script, agents, folder, output_dir):
+    task = SimpleNamespace(**(vars(speed.TASK) | {"reward_func": reward_func}))
+    flags = {"model": folder, "output_dir": output_dir, "num_agents": agents, "train_size": 32, "num_train_epochs": 1}
+    flags |= {"rollout_buffer_size": 16}
+    if script == "ppo_llm":
+        args = ppo_llm.Args(**flags, max_output_tokens=64, evaluation_interval=0, batch_size=4)
+        ppo_llm.main(args, task)
+    else:
+        flags |= {"use_separate_critic": True, "model": (folder,), "max_new_tokens": 64, "eval_interval": 0}
+        ippo_llm.main(ippo_llm.Args(**flags, mini_batch_size=4), task)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="a model's folder")
+    parser.add_argument("--agents", type=int, default=4, help="agents in the team (default %(default)s)")
+    parser.add_argument("--one", nargs=2, metavar=("SCRIPT", "AGENTS"), help="train, and print the bytes, of one run")
+    flags = parser.parse_args()
+    if flags.one:
+        script, agents = flags.one
+        with tempfile.TemporaryDirectory() as output_dir:
+            train(script, int(agents), flags.folder, output_dir)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return
+    print("| run | peak resident memory | times the first |\n|---|---|---|")
+    first = None
+    for script, agents in (("ppo_llm", 1), ("ppo_llm", flags.agents), ("ippo_llm", flags.agents)):
+        command = [sys.executable, "-m", "benchmark.memory", flags.folder, "--one", script, str(agents)]
+        peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+        first = first or peak
+        name = f"`{script}.py`, {agents} agent{'s' * (agents > 1)}" + ", in full" * (script == "ippo_llm")
+        print(f"| {name} | {peak / 2**20:.0f} MiB | {peak / first:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
