@@ -27,7 +27,7 @@ def train(script, agents, folder, output_dir):
     flags = {"model": folder, "output_dir": output_dir, "num_agents": agents, "train_size": 32, "num_train_epochs": 1}
     flags |= {"rollout_buffer_size": 16}
     if script == "ppo_llm":
-        args = ppo_llm.Args(**flags, max_output_tokens=64, evaluation_interval=0, batch_size=4)
+        args = ppo_llm.Args(**flags, max_output_tokens=64, evaluation_interval=0, batch_size=4, lora_rank=8)
         ppo_llm.main(args, task)
     else:
         flags |= {"use_separate_critic": True, "model": (folder,), "max_new_tokens": 64, "eval_interval": 0}

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from utils.cli import UserError, one_line
 
 SAMPLES = 2  # joint samples written of each update
-PACKAGES = "torch transformers accelerate datasets tokenizers safetensors numpy tyro wandb matplotlib tqdm".split()
+PACKAGES = "torch transformers accelerate peft datasets tokenizers safetensors numpy tyro wandb matplotlib tqdm".split()
 
 
 def run_folder(args, script, subject):
