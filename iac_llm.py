@@ -20,6 +20,7 @@ Source: CoMLRL's page on Multi-Agent Actor-Critic; temporal differences: Sutton 
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -29,35 +30,28 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from utils.checkpoint import check_models, load_team, save_agents
+from utils.checkpoint import load_agents, save_agents
 from utils.cli import UserError, command_line
 from utils.episodes import Episodes, episode_rewards, team_metrics
+from utils.models import check_models, load_team
 from utils.prompts import encode_prompts, end_tokens
 from utils.ranges import Count, Decay, Natural, NonNegative, Portion, Positive, Share, check_ranges
-from utils.run import Run, run_folder
-from utils.stats import clip_gradients, explained_variance, masked_mean, standardise, sums_by
+from utils.run import FolderArgs, Run, run_folder
+from utils.stats import clip_gradients, explained_variance, masked_mean, standardise, sums_by, with_less_memory
 from utils.tasks import batches, extra_metrics, load_datasets, load_task
 
 
 @dataclass
 class RunArgs:
-    """The run: what is trained on what, and where it is written."""
+    """The run: what is trained on what."""
 
     seed: Natural = 1  # seed of everything random: the same seed gives the same run
     task: str = "tldr"  # a task by name (arxiv, code, number, reasoning, tldr), or a FILE.py of your own
     dataset: str | None = None  # data in place of the task's own: a hub dataset's name, a folder, or a .jsonl file
-    output_dir: str | None = None  # folder of the run; none: runs/<script>__<task>__<seed>__<time>
-    overwrite: bool = False  # replace the run that is already in --output-dir
     train_size: Count = 1536  # items in the training set, passed to the task
     eval_size: Count = 64  # held-out items, passed to the task
     eval_interval: Natural = 12  # updates between evaluations on the held-out items; 0: never
-    save_interval: Natural = 0  # updates between copies of the agents in <run>/checkpoints; 0: only at the end
     num_train_epochs: Count = 3  # passes over the training set
-    track: bool = False  # log to Weights & Biases too
-    wandb_project_name: str = "llm-teams"  # Weights & Biases project
-    wandb_entity: str | None = None  # Weights & Biases team or user
-    wandb_run_name: str | None = None  # Weights & Biases run name; none: the run folder's name
-    wandb_tags: tuple[str, ...] = ()  # Weights & Biases tags
 
 
 @dataclass
@@ -130,7 +124,7 @@ class OptimizerArgs:
 
 
 @dataclass
-class Args(RunArgs, ModelArgs, SamplingArgs, AlgorithmArgs, IACArgs, OptimizerArgs):
+class Args(RunArgs, FolderArgs, ModelArgs, SamplingArgs, AlgorithmArgs, IACArgs, OptimizerArgs):
     """All flags."""
 
 
@@ -231,7 +225,7 @@ class Agent(nn.Module):
         groups += [{"params": valued, "lr": args.critic_learning_rate}]
         adam = dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay)
         self.optimizers = [torch.optim.AdamW(g, **adam) for g in ([groups[:1], groups[1:]] if critic else [groups])]
-        self.skipped = 0  # mini-batches running whose gradient was not finite
+        self.skipped, self.parts = 0, 1  # mini-batches running whose gradient was not finite; parts of a mini-batch
 
     def values(self, hidden):
         """[..., D] hidden states to [...] values."""
@@ -370,24 +364,35 @@ def evaluate(agent, reference, rollout, args, accelerator):
     }
 
 
-def losses(agent, batch, args, accelerator):
-    """The loss of a mini-batch and its parts, scalars: means over actions (entropy and approx_kl: over tokens)."""
+def losses(agent, batch, tokens, actions, args):
+    """The loss of rows of a mini-batch, and its parts: their shares of the means over so many tokens and actions."""
     logprobs, entropy, hidden = evaluate_policy(agent.actor, batch, args.temperature)
     values = evaluate_critic(agent, batch) if agent.critic else agent.values(hidden)
     log_ratio = (logprobs - batch.logprobs).detach()
-    approx_kl = masked_mean(log_ratio.exp() - 1 - log_ratio, batch.mask, accelerator)
-    entropy = masked_mean(entropy, batch.mask, accelerator)
+    approx_kl = ((log_ratio.exp() - 1 - log_ratio) * batch.mask).sum() / tokens
+    entropy = (entropy * batch.mask).sum() / tokens
     if args.action_granularity == "turn":  # log pi of a response is the sum over its tokens
         logprobs, values = (logprobs * batch.mask).sum(1, keepdim=True), values[:, :1]
-    policy_loss = -masked_mean(logprobs * batch.advantages, batch.action_mask, accelerator)
+    policy_loss = -(logprobs * batch.advantages * batch.action_mask).sum() / actions
     value_error = (values - batch.returns) ** 2
     if args.value_clip_range is not None:
         near = batch.values + (values - batch.values).clamp(-args.value_clip_range, args.value_clip_range)
         value_error = torch.max(value_error, (near - batch.returns) ** 2)
-    value_loss = masked_mean(value_error, batch.action_mask, accelerator)
+    value_loss = (value_error * batch.action_mask).sum() / actions
     loss = policy_loss - args.entropy_coef * entropy + args.value_loss_coef * value_loss
     parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "approx_kl": approx_kl}
     return {"loss": loss, **parts}
+
+
+def backward(agent, rollout, rows, counts, args, accelerator):
+    """Add up the gradient of a mini-batch, in agent.parts parts; returns the parts of its loss."""
+    metrics = {}
+    for part in rows.chunk(agent.parts):
+        with accelerator.autocast():
+            shares = losses(agent, rollout.select(part), *counts, args)
+        accelerator.backward(shares.pop("loss"))
+        metrics = {name: metrics.get(name, 0.0) + share.detach() for name, share in shares.items()}
+    return metrics
 
 
 def update(agent, rollout, epochs, args, accelerator, generator):
@@ -400,9 +405,9 @@ def update(agent, rollout, epochs, args, accelerator, generator):
         order = torch.randperm(int(episodes.max()) + 1, generator=generator, device=generator.device)
         for chosen in order.split(args.mini_batch_size // accelerator.num_processes):
             rows = (chosen[:, None] == episodes).nonzero()[:, 1]
-            with accelerator.autocast():
-                metrics = losses(agent, rollout.select(rows), args, accelerator)
-            accelerator.backward(metrics.pop("loss"))
+            counts = [accelerator.reduce(x[rows].sum(), "mean") for x in (rollout.mask, rollout.action_mask)]
+            attempt = partial(backward, agent, rollout, rows, counts, args, accelerator)
+            metrics = with_less_memory(agent, attempt, "--mini-batch-size")
             norms = [clip_gradients(optimizer, args.max_grad_norm, accelerator) for optimizer in agent.optimizers]
             finite = torch.stack(norms).isfinite().all().float()
             for optimizer in agent.optimizers:
@@ -415,7 +420,7 @@ def update(agent, rollout, epochs, args, accelerator, generator):
             if not finite:
                 accelerator.print("a gradient was not finite: its mini-batch is skipped")
             history.append(metrics | {"grad_norm": norms[0], "skipped": 1 - finite})
-    metrics = {name: torch.stack([metrics[name].detach() for metrics in history]).mean() for name in history[0]}
+    metrics = {name: torch.stack([metrics[name] for metrics in history]).mean() for name in history[0]}
     return metrics | {"explained_variance": explained_variance(rollout.returns, rollout.values, rollout.action_mask)}
 
 
@@ -440,11 +445,14 @@ def main(args, task=None, model=None, tokenizer=None):
     agents = [Agent(args, *parts) for parts in zip(references, tokenizers, critics)]
     generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * rank)
     rate = (lambda step: min(1.0, 2.0 * (1.0 - step / updates))) if args.anneal_lr else (lambda step: 1.0)
-    schedules = [LambdaLR(optimizer, rate) for agent in agents for optimizer in agent.optimizers]
+    for agent in agents:
+        agent.schedules = [LambdaLR(optimizer, rate) for optimizer in agent.optimizers]
     optimum = task.optimum(args.num_agents, args.num_turns) if hasattr(task, "optimum") else None
-    with Run(folder, args, updates, lambda path: save_agents(path, agents), accelerator, optimum) as run:
-        data = batches(train_items, items_per_update, args.num_train_epochs, args.seed)
-        for step, items in enumerate(run.progress(data), 1):
+    team = {"agents": agents, "references": references}
+    save, load = partial(save_agents, **team), partial(load_agents, **team, args=args)
+    with Run(folder, args, updates, agents, save, load, generator, accelerator, optimum) as run:
+        data = batches(train_items, items_per_update, args.num_train_epochs, args.seed, run.step)
+        for step, items in enumerate(run.progress(data), run.step + 1):
             # 1. Every agent answers, and the team is scored, turn by turn.
             items = [item for item in items[rank::processes] for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator, run.time, accelerator)
@@ -461,7 +469,7 @@ def main(args, task=None, model=None, tokenizer=None):
                     rollout.advantages, rollout.returns = (rollout.unchain(x, mask) for x in (advantages, returns))
                 with run.time("update"):
                     metrics[-1] |= update(agent, rollout, args.ac_epochs, args, accelerator, generator)
-            for schedule in schedules:
+            for schedule in [schedule for agent in agents for schedule in agent.schedules]:
                 schedule.step()
 
             # 3. Metrics, held-out items, samples.

@@ -20,6 +20,7 @@ Source: AgileRL's page on LLMPPO; PPO (arXiv 1707.06347); GAE (arXiv 1506.02438)
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -35,47 +36,39 @@ from utils.adapters import (
     copy_adapter,
     learning,
     load_adapters,
-    load_optimizers,
     lora_config,
     reference_of,
+    resume_adapters,
     save_adapters,
     stage_config,
 )
-from utils.checkpoint import check_model, load_model, load_tokenizer
 from utils.cli import UserError, command_line
 from utils.envs import Games, load_env
 from utils.episodes import Episodes, team_metrics
+from utils.models import check_model, load_model, load_tokenizer
 from utils.prompts import encode, end_tokens, reply
 from utils.ranges import Count, Natural, NonNegative, Portion, Positive, Share, check_ranges
-from utils.run import Run, run_folder
-from utils.stats import clip_gradients, explained_variance, standardise, sums_by
+from utils.run import FolderArgs, Run, run_folder
+from utils.stats import clip_gradients, explained_variance, standardise, sums_by, with_less_memory
 from utils.tasks import batches, extra_metrics, load_datasets, load_task
 
 
 @dataclass
 class TrainingArgs:
-    """The run: what is trained on what, and where it is written."""
+    """The run: what is trained on what."""
 
     seed: Natural = 1  # seed of everything random: the same seed gives the same run
     env: str | None = None  # environment: guess (if there is no --task), grid, FILE.py, or package.module:callable
     task: str | None = None  # a task in place of an environment: its name, or a FILE.py
     dataset: str | None = None  # data in place of the task's own: a hub dataset's name, a folder, or a .jsonl file
-    output_dir: str | None = None  # folder of the run; none: runs/ppo_llm__<env or task>__<seed>__<time>
-    overwrite: bool = False  # replace the run that is already in --output-dir
     train_size: Count | None = None  # items of the task (none: 1536), or seeds of the environment (none: 3200)
     eval_size: Count = 64  # held-out items of the task
     evaluation_interval: Natural = 25  # updates between evaluations; 0: never
     eval_loop: Count = 256  # held-out episodes in an evaluation, played near-deterministically
     num_train_epochs: Count = 3  # passes over the training set
-    save_interval: Natural = 0  # updates between copies of the agents in <run>/checkpoints; 0: only at the end
     load_checkpoint: str | None = None  # run to start from: its actors become the actors and the references
     load_optimizer: bool = False  # with --load-checkpoint: go on with its optimisers too
     merge_lora_configs: bool = False  # with --load-checkpoint: take a LoRA configuration that differs, merged
-    track: bool = False  # log to Weights & Biases too
-    wandb_project_name: str = "llm-teams"  # Weights & Biases project
-    wandb_entity: str | None = None  # Weights & Biases team or user
-    wandb_run_name: str | None = None  # Weights & Biases run name; none: the run folder's name
-    wandb_tags: tuple[str, ...] = ()  # Weights & Biases tags
 
 
 @dataclass
@@ -148,7 +141,7 @@ class OptimizationArgs:
 
 
 @dataclass
-class Args(TrainingArgs, PolicyArgs, GenerationArgs, PPOArgs, OptimizationArgs):
+class Args(TrainingArgs, FolderArgs, PolicyArgs, GenerationArgs, PPOArgs, OptimizationArgs):
     """All flags."""
 
     @property
@@ -179,10 +172,9 @@ def check_args(args, processes):
             raise UserError(f"{one} takes at most {other}, {most}, got {least}")
     if args.turn_level_clip and not args.by_turns:
         raise UserError("--turn-level-clip takes turns as actions (--action-granularity turn)")
-    if args.reference_update_interval and not args.use_separate_reference_adapter:
-        raise UserError("--reference-update-interval takes --use-separate-reference-adapter")
     needs = {"load_optimizer": "load_checkpoint", "merge_lora_configs": "load_checkpoint", "dataset": "task"}
-    for flag, other in (needs | {"early_termination_threshold": "task"}).items():
+    needs |= {"reference_update_interval": "use_separate_reference_adapter", "early_termination_threshold": "task"}
+    for flag, other in needs.items():
         if getattr(args, flag) not in (None, False) and not getattr(args, other):
             raise UserError(f"--{flag.replace('_', '-')} takes a --{other.replace('_', '-')}")
 
@@ -297,10 +289,10 @@ class LoraAgent:
         valued = [*adapter_parameters(model, self.critic), *self.value_head.parameters()]
         lr_critic = args.lr_actor if args.lr_critic is None else args.lr_critic
         groups = [{"params": adapter_parameters(model, self.actor), "lr": args.lr_actor}]
-        self.optimizer = torch.optim.AdamW([*groups, {"params": valued, "lr": lr_critic}], weight_decay=0.0)
+        self.optimizers = [torch.optim.AdamW([*groups, {"params": valued, "lr": lr_critic}], weight_decay=0.0)]
         warmup, steps = round(args.warmup_proportion * updates), updates if args.cosine_lr_schedule else 10**9
-        self.schedule = transformers.get_cosine_schedule_with_warmup(self.optimizer, warmup, steps)
-        self.skipped = 0  # optimiser steps running whose gradient was not finite
+        self.schedules = [transformers.get_cosine_schedule_with_warmup(self.optimizers[0], warmup, steps)]
+        self.skipped, self.parts = 0, 1  # optimiser steps running whose gradient was not finite; parts of a micro-batch
 
 
 @torch.no_grad()
@@ -356,7 +348,7 @@ def play_env(model, agent, factory, items, args, tokenizer, generator, time, gre
 
     Returns [transcripts] of the episodes that no error ended, numbered anew, their items, and the errors by seed.
     """
-    games, transcripts = Games(factory, [item["seed"] for item in items], args.num_turns), {}
+    games, transcripts = Games(factory, [item["seed"] for item in items], args.num_turns, args.reward_timeout), {}
     while games.running:
         playing = [*games.running]
         with time("sample"):
@@ -484,6 +476,11 @@ def gae(rewards, values, mask, gamma, gae_lambda):
     return advantages, advantages + values
 
 
+def micro_batch_size(agent, args):
+    """Transcripts in a forward pass; half as many where memory has run out."""
+    return -(-(args.micro_batch_size_per_gpu or args.batch_size) // agent.parts)
+
+
 @torch.no_grad()
 def prepare(model, agent, rollout, args, accelerator, generator):
     """Give a rollout its log-probabilities, and the rewards and values of its actions; returns metrics.
@@ -492,9 +489,7 @@ def prepare(model, agent, rollout, args, accelerator, generator):
     """
     mask, L = rollout.mask, rollout.turns.shape[1]
     order = torch.randperm(len(mask), generator=generator, device=generator.device)
-    rollout.steps = [
-        step.split(args.micro_batch_size_per_gpu or args.batch_size) for step in order.split(args.batch_size)
-    ]
+    rollout.steps = [step.split(micro_batch_size(agent, args)) for step in order.split(args.batch_size)]
     rollout.seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
     rollout.logprobs, rollout.reference_logprobs = torch.zeros_like(mask), torch.zeros_like(mask)
     values = mask.new_zeros(len(mask), L + 1)
@@ -565,6 +560,23 @@ def critic_loss(model, agent, batch, whole, args):
     return 0.5 * error.sum() / of_actions(whole.mask, whole, args).clamp(max=1).sum()
 
 
+def backward(model, agent, rollout, steps, args, accelerator):
+    """Add up the gradient of an optimiser step, micro-batch by micro-batch; returns the parts of its loss."""
+    whole, metrics = rollout.select(torch.cat(steps)), {}
+    for rows in [part for rows in steps for part in rows.split(micro_batch_size(agent, args))]:
+        batch, seed = rollout.select(rows), rollout.seed + int(rows[0])
+        with learning(model, agent.actor, seed, args):
+            with accelerator.autocast():
+                loss, parts = actor_loss(model, batch, whole, args)
+            loss.backward()
+        with learning(model, agent.critic, seed, args):
+            with accelerator.autocast():
+                parts["value_loss"] = critic_loss(model, agent, batch, whole, args)
+            (args.vf_coef * parts["value_loss"]).backward()
+        metrics = {name: metrics.get(name, 0.0) + part.detach() for name, part in parts.items()}
+    return metrics
+
+
 def learn(model, agent, rollout, args, accelerator, generator):
     """Learn from a rollout; returns metrics, means over the optimiser steps.
 
@@ -573,25 +585,14 @@ def learn(model, agent, rollout, args, accelerator, generator):
     history = []
     for _ in range(args.update_epochs):
         for k in torch.randperm(len(rollout.steps), generator=generator, device=generator.device).tolist():
-            whole, metrics = rollout.select(torch.cat(rollout.steps[k])), {}
-            for rows in rollout.steps[k]:
-                batch, seed = rollout.select(rows), rollout.seed + int(rows[0])
-                with learning(model, agent.actor, seed, args):
-                    with accelerator.autocast():
-                        loss, parts = actor_loss(model, batch, whole, args)
-                    loss.backward()
-                with learning(model, agent.critic, seed, args):
-                    with accelerator.autocast():
-                        parts["value_loss"] = critic_loss(model, agent, batch, whole, args)
-                    (args.vf_coef * parts["value_loss"]).backward()
-                for name, part in parts.items():
-                    metrics[name] = metrics.get(name, 0.0) + part.detach()
-            norm = clip_gradients(agent.optimizer, args.max_grad_norm, accelerator)
+            attempt = partial(backward, model, agent, rollout, rollout.steps[k], args, accelerator)
+            metrics = with_less_memory(agent, attempt, "--micro-batch-size-per-gpu")
+            norm = clip_gradients(agent.optimizers[0], args.max_grad_norm, accelerator)
             if norm.isfinite():
-                agent.optimizer.step()
+                agent.optimizers[0].step()
             else:
                 accelerator.print("a gradient was not finite: its optimiser step is skipped")
-            agent.optimizer.zero_grad()
+            agent.optimizers[0].zero_grad()
             agent.skipped = 0 if norm.isfinite() else agent.skipped + 1
             if agent.skipped == 3:
                 raise UserError("three gradients running were not finite: lower --lr-actor or --temperature")
@@ -633,17 +634,13 @@ def main(args, task=None, model=None, tokenizer=None):
     tokenizer = tokenizer or load_tokenizer(args, args.model)
     room = getattr(base.config.get_text_config(), "max_position_embeddings", None) or tokenizer.model_max_length
     check_args(args := replace(args, max_model_len=min(args.max_model_len or room, room)), accelerator.num_processes)
-    config = lora_config(args, base)
-    if args.load_checkpoint:
-        config = stage_config(args.load_checkpoint, config, args)
+    config = stage_config(args.load_checkpoint, lora_config(args, base), args)
     roles = ["actor", "critic", "reference"][: 3 if args.use_separate_reference_adapter else 2]
     model = add_adapters(base, config, [f"agent_{i}_{role}" for i in range(args.num_agents) for role in roles])
     agents = [LoraAgent(i, model, args, updates) for i in range(args.num_agents)]
-    heads, optimizers = [agent.value_head for agent in agents], [agent.optimizer for agent in agents]
+    heads, optimizers = [agent.value_head for agent in agents], [agent.optimizers[0] for agent in agents]
     if args.load_checkpoint:
-        load_adapters(args.load_checkpoint, model, heads, args, args.model)
-    if args.load_optimizer:
-        load_optimizers(args.load_checkpoint, optimizers)
+        load_adapters(args.load_checkpoint, model, heads, args, args.model, optimizers)
     if args.gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if args.torch_compiler:
@@ -656,12 +653,15 @@ def main(args, task=None, model=None, tokenizer=None):
                 return play_env(model, agents[0], factory, items, args, tokenizer, generator, time, greedy)
             return play_task(model, agents, task, items, args, tokenizer, generator, time, greedy), items, {}
 
-    def save(path):
+    def save(path, checkpoint):
         save_adapters(path, model, heads, tokenizer, args.model, optimizers)
 
-    with Run(folder, args, updates, save, accelerator, optimum, "fitness") as run:
-        data = batches(train_items, args.rollout_buffer_size, args.num_train_epochs, args.seed)
-        for step, items in enumerate(run.progress(data), 1):
+    def load(path):
+        resume_adapters(path, model, heads, optimizers, args.model)
+
+    with Run(folder, args, updates, agents, save, load, generator, accelerator, optimum, "fitness") as run:
+        data = batches(train_items, args.rollout_buffer_size, args.num_train_epochs, args.seed, run.step)
+        for step, items in enumerate(run.progress(data), run.step + 1):
             # 1. Every agent plays.
             teams, items, errors = play_all(items, generator, run.time)
             rollouts = [collate(team, tokenizer.pad_token_id, args.num_turns, device) for team in teams]
@@ -674,7 +674,7 @@ def main(args, task=None, model=None, tokenizer=None):
                     estimate(rollout, args, accelerator)
                 with run.time("update"):
                     metrics[-1] |= learn(model, agent, rollout, args, accelerator, generator)
-                agent.schedule.step()
+                agent.schedules[0].step()
                 epoch, before = (n * args.rollout_buffer_size // len(train_items) for n in (step, step - 1))
                 if args.reference_update_interval and epoch > before and epoch % args.reference_update_interval == 0:
                     copy_adapter(model, agent.actor, agent.reference)

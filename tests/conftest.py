@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ippo_llm
-from utils.checkpoint import locate
+from utils.models import locate
 from utils.stats import standardise
 from utils.tasks import tldr
 

@@ -14,7 +14,7 @@ from test_flags import make_model
 from torch import nn
 
 import ppo_llm
-import utils.checkpoint
+import utils.models
 import utils.run
 from utils.cli import UserError
 from utils.tasks import number
@@ -64,7 +64,7 @@ def train(folder, given=None, **flags):
         seen.reads.append((*phase, rows, known.get("position_ids") is not None))
 
     def load_model(*given):
-        base = seen.base = utils.checkpoint.load_model(*given)
+        base = seen.base = utils.models.load_model(*given)
         base.base_model.register_forward_pre_hook(read, with_kwargs=True)
         base.base_model.layers[0].register_forward_pre_hook(lambda *_: seen.layers.update(phase))
         base.lm_head.register_forward_hook(lambda module, given, out: seen.dtypes.add((*phase, out.dtype)))
@@ -360,11 +360,11 @@ def test_code_of_a_model_is_run_only_if_told(tmp_path, monkeypatch, trust):
     asked = []
     for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
 
-        def from_pretrained(*given, name=name, original=getattr(utils.checkpoint, name).from_pretrained, **known):
+        def from_pretrained(*given, name=name, original=getattr(utils.models, name).from_pretrained, **known):
             asked.append((name, known.get("trust_remote_code")))
             return original(*given, **known)
 
-        monkeypatch.setattr(getattr(utils.checkpoint, name), "from_pretrained", from_pretrained)
+        monkeypatch.setattr(getattr(utils.models, name), "from_pretrained", from_pretrained)
     train(tmp_path / "run", trust_remote_code=trust, train_size=8)
     assert {*asked} == {(name, trust) for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")}
 

@@ -9,7 +9,6 @@ agent_<i>_reference. The base's weights are neither changed nor written. A run's
 
 import contextlib
 import copy
-import hashlib
 import json
 import math
 import os
@@ -19,16 +18,26 @@ from pathlib import Path
 
 import peft
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from utils.checkpoint import (
+    BASE,
+    HEAD,
+    check_shapes,
+    fingerprint,
+    load_head,
+    load_optimizer,
+    read_json,
+    read_tensors,
+    remove,
+    save_optimizer,
+    save_tensors,
+)
 from utils.cli import UserError, one_line
 
-CONFIG, WEIGHTS, HEAD, BASE = "adapter_config.json", "adapter_model.safetensors", "value_head.safetensors", "base.json"
-OPTIMIZER, COUNTERS = "optimizer.safetensors", "optimizer.json"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Fields of a LoRA configuration that say where it comes from, or how new weights start: they may differ.
 ORIGIN = "auto_mapping base_model_name_or_path inference_mode peft_type peft_version revision task_type "
 ORIGIN += "init_lora_weights loftq_config eva_config corda_config lora_ga_config megatron_config megatron_core"
@@ -121,33 +130,13 @@ def adapter_state(model, name):
     return peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
 
 
-def fingerprint(model):
-    """What tells one base from another: its shape, and a SHA-256 of up to 65,536 elements of each weight, as bfloat16.
-
-    It is the same in float32, float16 and bfloat16, with adapters and without.
-    """
-    config, digest = model.config.get_text_config(), hashlib.sha256()
-    for name, weight in sorted(model.named_parameters(), key=lambda item: plain(item[0])):
-        if ".lora_" not in name:
-            sample = weight.detach().flatten()[:: math.ceil(weight.numel() / 65536)].to("cpu", torch.bfloat16)
-            digest.update(plain(name).encode() + sample.view(torch.int16).numpy().tobytes())
-    shape = {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
-    return {"model_type": config.model_type, **shape, "sha256": digest.hexdigest()}
-
-
-def plain(name):
-    """A parameter's name in the base without adapters."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
 # --- Out --------------------------------------------------------------------------------------------------------------
 
 
-def save_adapters(folder, model, heads, tokenizer, base_name, optimizers=None, counters=None):
+def save_adapters(folder, model, heads, tokenizer, base_name, optimizers=None):
     """Write a folder agent_<i> for each value head: the agent's adapters, the head, the tokenizer, the base's name.
 
-    With N optimizers their states are written too, and with N `counters` these JSON values (steps, schedules). A folder
-    is whole or not there: it is written aside, then renamed.
+    With N optimizers their states are written too. A folder is whole or not there: it is written aside, then renamed.
     """
     base = {"base": str(base_name), "fingerprint": fingerprint(model)}
     for i, head in enumerate(heads):
@@ -166,20 +155,9 @@ def save_adapters(folder, model, heads, tokenizer, base_name, optimizers=None, c
         tokenizer.save_pretrained(aside)
         (aside / BASE).write_text(json.dumps(base, indent=2))
         if optimizers:
-            state = optimizers[i].state_dict()["state"]
-            save_tensors({f"{k}.{name}": x for k, s in state.items() for name, x in s.items()}, aside / OPTIMIZER)
-            counted = {"groups": group_sizes(optimizers[i]), "counters": counters[i] if counters else None}
-            (aside / COUNTERS).write_text(json.dumps(counted))
-        shutil.rmtree(final, ignore_errors=True)
+            save_optimizer(aside, optimizers[i])
+        remove(final)
         os.replace(aside, final)
-
-
-def save_tensors(tensors, path):
-    save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, path, metadata={"format": "pt"})
-
-
-def group_sizes(optimizer):
-    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 # --- In ---------------------------------------------------------------------------------------------------------------
@@ -209,25 +187,6 @@ def parts(path):
     return ("actor", "critic") if (path / "critic").is_dir() else ("actor",)
 
 
-def read_json(path):
-    """The object in a JSON file. Raises UserError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} can't be read as JSON: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is to hold a JSON object, and holds {one_line(content, 80)}")
-    return content
-
-
-def read_tensors(path):
-    """The tensors in a safetensors file, by name. Raises UserError."""
-    try:
-        return load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{path} is no whole safetensors file: {one_line(error)}") from error
-
-
 def read_config(path):
     """The peft.LoraConfig in an adapter's folder. Raises UserError unless it has one, with targets by name."""
     content, known = read_json(path / CONFIG), peft.LoraConfig.__dataclass_fields__
@@ -252,15 +211,6 @@ def check_base(path, model, base_name, live=None):
         if there.get(name) != here:
             why = "the weights differ" if name == "sha256" else f"{name} {there.get(name)} there, {here} here"
             raise UserError(f"{path} is of the base {saved.get('base')}, not of {base_name}: {why}")
-
-
-def check_shapes(path, tensors, shapes):
-    """Raise UserError unless the tensors are those of the shapes, by name."""
-    there, here = {name: [*x.shape] for name, x in tensors.items()}, {name: [*x] for name, x in shapes.items()}
-    for name in [*here, *there]:
-        if there.get(name) != here.get(name):
-            saved, taken = there.get(name, "not"), here.get(name, "not")
-            raise UserError(f"{path} does not fit: {name} is {saved} there, {taken} here")
 
 
 def compare(folder, config, args):
@@ -289,12 +239,12 @@ def shown(value):
 
 
 def stage_config(folder, config, args):
-    """The configuration to make adapters with that are to hold a checkpoint's: `config`, or, merged, a wider one.
+    """The configuration to make adapters with that are to hold a checkpoint's (None: none): `config`, or a wider one.
 
     Raises UserError where the two differ, unless args.merge_lora_configs. Then, with a warning, the rank is the larger,
     the targets are both's, and any other field is as in `config`.
     """
-    merged, differing = compare(folder, config, args)
+    merged, differing = compare(folder, config, args) if folder else (config, {})
     if differing:
         both = f"the LoRA configuration of {folder} differs: {'; '.join(differing.values())}"
         used = f"r {merged.r}, target_modules {shown(merged.target_modules)}, all else as here"
@@ -302,11 +252,11 @@ def stage_config(folder, config, args):
     return merged
 
 
-def load_adapters(folder, model, heads, args, base_name):
+def load_adapters(folder, model, heads, args, base_name, optimizers=()):
     """Start from an earlier stage: agent i's actor becomes its actor and its reference; its critic and head are loaded.
 
     A critic that the stage lacks is a copy of its actor. The policies are the stage's, also in adapters that are wider
-    than its own (`stage_config`). Raises UserError.
+    than its own (`stage_config`). With args.load_optimizer the optimizers are restored too. Raises UserError.
     """
     paths, live = check_checkpoint(folder, args.num_agents), fingerprint(model)
     compare(folder, model.peft_config["agent_0_actor"], args)
@@ -319,9 +269,9 @@ def load_adapters(folder, model, heads, args, base_name):
                 if part in parts(path):
                     load_adapter(path / part, model, name, args.merge_lora_configs)
         if (path / HEAD).is_file():
-            tensors = read_tensors(path / HEAD)
-            check_shapes(path / HEAD, tensors, {name: x.shape for name, x in head.state_dict().items()})
-            head.load_state_dict(tensors)
+            load_head(path / HEAD, head)
+    if args.load_optimizer:
+        load_optimizers(folder, optimizers)
 
 
 def load_adapter(path, model, name, merge=False):
@@ -348,26 +298,27 @@ def load_adapter(path, model, name, merge=False):
 
 
 def load_optimizers(folder, optimizers):
-    """Restore the moments and steps of N AdamW optimizers; returns their N counters as saved.
+    """Restore the moments and steps of N AdamW optimizers from an earlier stage, where they are saved; else warn.
 
-    Learning rates and other settings stay the optimizers' own. Where there is none saved, warns, changes nothing and
-    returns None. Raises UserError where a state does not fit.
+    Learning rates and other settings stay the optimizers' own. Raises UserError where a state does not fit.
     """
-    counters, paths = [], check_checkpoint(folder, len(optimizers))
+    paths = check_checkpoint(folder, len(optimizers))
     for path in paths:
-        if not (path / OPTIMIZER).is_file() or not (path / COUNTERS).is_file():
+        if not (path / "optimizer.safetensors").is_file() or not (path / "optimizer.json").is_file():
             warnings.warn(f"{path} has no optimizer's state: the optimizers are new", stacklevel=2)
-            return None
+            return
     for path, optimizer in zip(paths, optimizers):
-        counted, tensors, state = read_json(path / COUNTERS), read_tensors(path / OPTIMIZER), optimizer.state_dict()
-        if (sizes := group_sizes(optimizer)) != counted.get("groups"):
-            raise UserError(f"{path / COUNTERS} does not fit: {counted.get('groups')} parameters there, {sizes} here")
-        shapes, state["state"] = {}, {}
-        for k, parameter in enumerate(x for group in optimizer.param_groups for x in group["params"]):
-            if f"{k}.step" in tensors:  # a parameter that never had a gradient has no state
-                shapes |= {f"{k}.step": (), f"{k}.exp_avg": parameter.shape, f"{k}.exp_avg_sq": parameter.shape}
-                state["state"][k] = {part: tensors.get(f"{k}.{part}") for part in ("step", "exp_avg", "exp_avg_sq")}
-        check_shapes(path / OPTIMIZER, tensors, shapes)
-        optimizer.load_state_dict(state)
-        counters.append(counted.get("counters"))
-    return counters
+        load_optimizer(path, optimizer)
+
+
+def resume_adapters(folder, model, heads, optimizers, base_name):
+    """Give the agents what save_adapters wrote in a checkpoint, to the bit. Raises UserError."""
+    live = fingerprint(model)
+    for i, (head, optimizer) in enumerate(zip(heads, optimizers, strict=True)):
+        path = Path(folder) / f"agent_{i}"
+        check_base(path, model, base_name, live)
+        for part in ("actor", "critic", "reference"):
+            if (name := f"agent_{i}_{part}") in model.peft_config:
+                load_adapter(path / part, model, name)
+        load_head(path / HEAD, head)
+        load_optimizer(path, optimizer)

@@ -1,122 +1,161 @@
-"""Models in and out: ordinary Hugging Face folders, safetensors and JSON only."""
+"""Checkpoints: written aside and renamed, checked by SHA-256, read without running code; and the agents' own folders.
 
-import copy
+<run>/checkpoints/update_<n> is the state of a run after n updates: folders agent_<i> with agents and optimisers,
+state.json with counts and random generators, manifest.json with size and SHA-256 of every other file.
+"""
+
+import hashlib
+import json
+import math
 import os
+import random
 import shutil
 from pathlib import Path
 
-import huggingface_hub
+import numpy
 import torch
-import transformers
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+from transformers import AutoModel
 
-from utils.cli import UserError
+from utils.cli import UserError, one_line
+from utils.models import load_model
 
-CRITIC = "--critic-model-name-or-path"
-
-
-def locate(name):
-    """A model's folder, seen from here or from the scripts' own folder; or the hub name, as it is."""
-    beside = Path(__file__).resolve().parent.parent / name
-    return str(beside) if not Path(name).exists() and beside.exists() else name
+MANIFEST, STATE, HEAD, BASE = "manifest.json", "state.json", "value_head.safetensors", "base.json"
 
 
-def per_agent(flag, names, num_agents):
-    """A list of num_agents names, from one for all or one for each. Raises UserError for any other number of them."""
-    names = [names] if isinstance(names, str) else [*names]
-    if len(names) not in (1, num_agents):
-        raise UserError(f"{flag} takes one name, or one for each of the {num_agents} agents, got {len(names)}")
-    return names * num_agents if len(names) == 1 else names
+class WriteError(UserError):
+    """The disk does not take what is written; what it had before is intact."""
+
+    exit_code = 1
 
 
-def check_models(args, model=None):
-    """Raise UserError unless the models that the flags name can be had; `model`, if given, stands in for --model."""
-    critics = args.critic_model_name_or_path
-    if critics and not args.use_separate_critic:
-        raise UserError(f"{CRITIC} takes --use-separate-critic with it")
-    for name in dict.fromkeys(per_agent("--model", args.model, args.num_agents)):
-        if model is None:
-            check_model(name, "--model", args.trust_remote_code)
-    for name in dict.fromkeys(per_agent(CRITIC, critics, args.num_agents) if critics else []):
-        check_model(name, CRITIC, args.trust_remote_code)
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def check_model(name, flag, trust_remote_code):
-    """Raise UserError unless `name` is a model's folder, a hub model downloaded before, or one in reach."""
-    name = locate(name)
-    if Path(name).exists():
-        if not (Path(name) / "config.json").is_file():
-            raise UserError(f"{flag} takes a model's folder or a hub name, and {name} has no config.json")
-    elif not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
-        try:
-            huggingface_hub.HfApi().model_info(name, timeout=10)
-        except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            message = f"{flag} takes a model's folder or a hub name; {name} is no folder and can't be reached"
-            raise UserError(f"{message}: {reason}") from error
-    try:
-        AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise UserError(f"{flag} {name} can't be loaded: {error}") from error
+def write_checkpoint(folder, step, write, state, keep):
+    """Write <folder>/update_<step>, whole or not at all, then remove all but the `keep` newest.
 
-
-def load_team(args, device, model=None, tokenizer=None):
-    """What the agents start from: N frozen models, N tokenizers and N frozen critics (None where none is separate).
-
-    Agents of one name share one object. `model` and `tokenizer` stand in for what --model names. Raises UserError.
+    write(path) puts the agents there; `state` is a JSON object. Raises WriteError.
     """
-    names = per_agent("--model", args.model, args.num_agents)
-    models = {name: load_model(args, name, model).to(device) for name in dict.fromkeys(names)}
-    tokenizers = {name: tokenizer or load_tokenizer(args, name) for name in models}
-    critics = [None] * args.num_agents
-    if args.use_separate_critic:
-        paths = per_agent(CRITIC, args.critic_model_name_or_path or (None,), args.num_agents)
-        loaded = {
-            path: load_model(args, path, None, CRITIC, AutoModel).to(device) for path in dict.fromkeys(paths) if path
-        }
-        critics = [loaded[path] if path else models[name].base_model for name, path in zip(names, paths)]
-        for name, path in zip(names, paths):
-            known, needed = loaded[path].config.get_text_config().vocab_size if path else 0, len(tokenizers[name])
-            if path and known < needed:
-                raise UserError(f"{CRITIC} {path} knows {known} tokens, the tokenizer of {name} has {needed}")
-    return [models[name] for name in names], [tokenizers[name] for name in names], critics
-
-
-def load_tokenizer(args, name):
-    """A model's tokenizer, with a pad token. Raises UserError where it can't be loaded."""
+    final = folder / f"update_{step:06d}"
+    aside = final.with_name(final.name + ".writing")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
-    except Exception as error:
-        raise UserError(f"--model {name} has no tokenizer that can be loaded: {error}") from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write(aside)
+        (aside / STATE).write_text(json.dumps(state))
+        files = {path.relative_to(aside).as_posix(): digest(path) for path in files_in(aside)}
+        (aside / MANIFEST).write_text(json.dumps(files, indent=2))
+        for path in (*aside.rglob("*"), aside):
+            sync(path)
+        remove(final)
+        os.replace(aside, final)
+        sync(folder)
+        for old in checkpoints(folder)[:-keep]:
+            remove(old)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise WriteError(f"{final} can't be written, earlier ones are as they were: {one_line(error)}") from error
 
 
-def load_model(args, name, model=None, flag="--model", auto_class=AutoModelForCausalLM):
-    """A frozen model in eval mode: a copy of `model`, or what the flag names; UserError if it can't be loaded."""
-    if model is None:
-        transformers.utils.logging.disable_progress_bar()
+def checkpoints(folder):
+    """The folders of checkpoints, oldest first, whole or not."""
+    return sorted(path for path in folder.glob("update_*") if path.is_dir() and path.suffix == "")
+
+
+def remove(path):
+    """Remove a folder, if it is there: first its name, so that no half of it is ever seen."""
+    if path.exists():
+        gone = path.with_name(path.name + ".removed")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.replace(path, gone)
+        shutil.rmtree(gone)
+
+
+def sync(path):
+    """Have a file or a folder on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def files_in(folder):
+    return sorted(path for path in folder.rglob("*") if not path.is_dir())
+
+
+def digest(path):
+    """Size in bytes and SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def newest_whole(folder, tell=tqdm.write):
+    """(the newest checkpoint whose files are those of its manifest, its state), or (None, None) where there is none.
+
+    What is passed over is told. Raises UserError where there are checkpoints, and none is whole.
+    """
+    there = checkpoints(folder)
+    for path in reversed(there):
         try:
-            model = auto_class.from_pretrained(
-                locate(name),
-                dtype=getattr(torch, args.dtype),
-                attn_implementation=args.attn_implementation,
-                trust_remote_code=args.trust_remote_code,
-                use_safetensors=True,  # no pickles
-            )
-        except Exception as error:
-            raise UserError(f"{flag} {name} can't be loaded: {error}") from error
-    else:
-        model = copy.deepcopy(model)
-    return model.eval().requires_grad_(False)
+            check_whole(path)
+            return path, read_json(path / STATE)
+        except UserError as error:
+            tell(f"{error}; looking for an earlier one")
+    if there:
+        raise UserError(f"no checkpoint in {folder} is whole: there are {len(there)}")
+    return None, None
 
 
-def save_agents(folder, agents):
+def check_whole(path):
+    """Raise UserError unless a checkpoint's files are those of its manifest, to the byte. No other file is parsed."""
+    try:
+        manifest = read_json(path / MANIFEST)
+        files = {file.relative_to(path).as_posix(): file for file in files_in(path) if file != path / MANIFEST}
+        for name in sorted({*manifest, *files}):
+            if name not in files:
+                raise UserError(f"{name} is missing")
+            if name not in manifest:
+                raise UserError(f"{name} is not of it")
+            if digest(files[name]) != manifest[name]:
+                raise UserError(f"{name} is not what was written")
+        if STATE not in files:
+            raise UserError(f"{STATE} is missing")
+    except (OSError, UserError) as error:
+        raise UserError(f"{path} is not whole: {one_line(error)}") from error
+
+
+def random_state(generator):
+    """The state of all random generators of this process, `generator` (torch's) among them, as JSON values."""
+    kind, keys, *rest = numpy.random.get_state()
+    state = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
+    state |= {"torch": torch.get_rng_state().tolist(), "generator": generator.get_state().tolist()}
+    return state | {"cuda": [x.tolist() for x in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []}
+
+
+def restore_random_state(state, generator):
+    """Set all random generators of this process."""
+    version, internal, following = state["python"]
+    random.setstate((version, tuple(internal), following))
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all([torch.tensor(x, dtype=torch.uint8) for x in state["cuda"]])
+
+
+# --- Agents that are models -------------------------------------------------------------------------------------------
+
+
+def save_agents(folder, agents, references=(), checkpoint=False):
     """Write each agent's `actor` and `tokenizer` as a Hugging Face folder agent_<i>, value head and critic beside them.
 
-    A folder is whole or not there: it is written aside, then renamed.
+    A checkpoint has their optimisers too, and fingerprints of the references, the initial models. A folder is whole or
+    not there: it is written aside, then renamed.
     """
     for i, agent in enumerate(agents):
         final = Path(folder) / f"agent_{i}"
@@ -124,8 +163,114 @@ def save_agents(folder, agents):
         shutil.rmtree(aside, ignore_errors=True)
         agent.actor.save_pretrained(aside)
         agent.tokenizer.save_pretrained(aside)
-        save_file(dict(agent.value_head.state_dict()), aside / "value_head.safetensors")
+        save_tensors(agent.value_head.state_dict(), aside / HEAD)
         if agent.critic is not None:
             agent.critic.save_pretrained(aside / "critic")
-        shutil.rmtree(final, ignore_errors=True)
+        if checkpoint:
+            (aside / BASE).write_text(json.dumps({"fingerprint": fingerprint(references[i])}))
+            for k, optimizer in enumerate(agent.optimizers):
+                save_optimizer(aside, optimizer, f"optimizer_{k}")
+        remove(final)
         os.replace(aside, final)
+
+
+def load_agents(folder, agents, references, args):
+    """Give the agents what save_agents wrote in a checkpoint. Raises UserError where it is of other models."""
+    for i, (agent, reference) in enumerate(zip(agents, references)):
+        path = Path(folder) / f"agent_{i}"
+        if read_json(path / BASE).get("fingerprint") != fingerprint(reference):
+            raise UserError(f"--resume: the run of {folder} began with another model than agent {i} has here")
+        agent.actor.load_state_dict(load_model(args, str(path), None, "--resume").state_dict())
+        if agent.critic is not None:
+            critic = load_model(args, str(path / "critic"), None, "--resume", AutoModel)
+            agent.critic.load_state_dict(critic.state_dict())
+        load_head(path / HEAD, agent.value_head)
+        for k, optimizer in enumerate(agent.optimizers):
+            load_optimizer(path, optimizer, f"optimizer_{k}")
+
+
+def load_head(path, head):
+    """Give a value head the tensors in a file. Raises UserError."""
+    tensors = read_tensors(path)
+    check_shapes(path, tensors, {name: x.shape for name, x in head.state_dict().items()})
+    head.load_state_dict(tensors)
+
+
+# --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(model):
+    """What tells one base from another: its shape, and a SHA-256 of up to 65,536 elements of each weight, as bfloat16.
+
+    It is the same in float32, float16 and bfloat16, with adapters and without.
+    """
+    config, digest = model.config.get_text_config(), hashlib.sha256()
+    for name, weight in sorted(model.named_parameters(), key=lambda item: plain(item[0])):
+        if ".lora_" not in name:
+            sample = weight.detach().flatten()[:: math.ceil(weight.numel() / 65536)].to("cpu", torch.bfloat16)
+            digest.update(plain(name).encode() + sample.view(torch.int16).numpy().tobytes())
+    shape = {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    return {"model_type": config.model_type, **shape, "sha256": digest.hexdigest()}
+
+
+def plain(name):
+    """A parameter's name in the base without adapters."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def save_tensors(tensors, path):
+    save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def group_sizes(optimizer):
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def read_json(path):
+    """The object in a JSON file. Raises UserError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read as JSON: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is to hold a JSON object, and holds {one_line(content, 80)}")
+    return content
+
+
+def read_tensors(path):
+    """The tensors in a safetensors file, by name. Raises UserError."""
+    try:
+        return load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{path} is no whole safetensors file: {one_line(error)}") from error
+
+
+def check_shapes(path, tensors, shapes):
+    """Raise UserError unless the tensors are those of the shapes, by name."""
+    there, here = {name: [*x.shape] for name, x in tensors.items()}, {name: [*x] for name, x in shapes.items()}
+    for name in [*here, *there]:
+        if there.get(name) != here.get(name):
+            saved, taken = there.get(name, "not"), here.get(name, "not")
+            raise UserError(f"{path} does not fit: {name} is {saved} there, {taken} here")
+
+
+def save_optimizer(folder, optimizer, name="optimizer"):
+    """Write the moments and steps of an AdamW optimizer as <name>.safetensors, the sizes of its groups beside them."""
+    state = optimizer.state_dict()["state"]
+    save_tensors({f"{k}.{part}": x for k, s in state.items() for part, x in s.items()}, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(json.dumps({"groups": group_sizes(optimizer)}))
+
+
+def load_optimizer(folder, optimizer, name="optimizer"):
+    """Restore what save_optimizer wrote; learning rates and other settings stay. Raises UserError where it can't."""
+    counts, path = folder / f"{name}.json", folder / f"{name}.safetensors"
+    counted, tensors, state = read_json(counts), read_tensors(path), optimizer.state_dict()
+    if (sizes := group_sizes(optimizer)) != counted.get("groups"):
+        raise UserError(f"{counts} does not fit: {counted.get('groups')} parameters there, {sizes} here")
+    shapes, state["state"] = {}, {}
+    for k, parameter in enumerate(x for group in optimizer.param_groups for x in group["params"]):
+        if f"{k}.step" in tensors:  # a parameter that never had a gradient has no state
+            shapes |= {f"{k}.step": (), f"{k}.exp_avg": parameter.shape, f"{k}.exp_avg_sq": parameter.shape}
+            state["state"][k] = {part: tensors.get(f"{k}.{part}") for part in ("step", "exp_avg", "exp_avg_sq")}
+    check_shapes(path, tensors, shapes)
+    optimizer.load_state_dict(state)

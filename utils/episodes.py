@@ -3,8 +3,10 @@
 import contextlib
 import inspect
 import math
+import signal
 
 import torch
+from tqdm import tqdm
 
 from utils.cli import TaskError, one_line
 from utils.prompts import render
@@ -51,7 +53,7 @@ class Episodes:
             for agent in range(N):
                 self.answered[k][agent].append(completions[agent][position])
         turns = [[self.answered[k][agent] for k in played] for agent in range(N)]
-        known = {"turn": self.turn, "num_turns": self.args.num_turns}
+        known = {"turn": self.turn, "num_turns": self.args.num_turns, "timeout": self.args.reward_timeout}
         rewards, processed = score(self.task, [self.items[k] for k in played], prompts, completions, turns, **known)
         self.running = []
         if self.turn + 1 < self.args.num_turns:
@@ -104,14 +106,15 @@ def call(function, *given, **known):
     return function(*given, **known)
 
 
-def score(task, items, prompts, completions, turns, **known):
+def score(task, items, prompts, completions, turns, timeout=None, **known):
     """Rewards of B joint samples, N lists of B floats, from N lists of prompts, of completions, of all turns so far.
 
     Returns them as reward_func gave them and as reward_processor (if any) left them. Raises TaskError, naming the
-    function, the item and the value, where a function raises or returns anything but finite numbers.
+    function, the item and the value, where a function raises twice, or takes longer than `timeout` seconds (None: any
+    time) twice, or returns anything but finite numbers.
     """
     N, B = len(completions), len(items)
-    rewards = call_reward(task.reward_func, items, prompts, completions, turns, known)
+    rewards = call_reward(task.reward_func, items, prompts, completions, turns, timeout, known)
     name = getattr(task.reward_func, "__name__", "reward_func")
     try:
         rewards = [x.tolist() if hasattr(x, "tolist") else x for x in rewards]
@@ -131,25 +134,49 @@ def score(task, items, prompts, completions, turns, **known):
     return rows * copies, processed * copies
 
 
-def call_reward(reward_func, items, prompts, completions, turns, known):
+def call_reward(reward_func, items, prompts, completions, turns, timeout, known):
     def rewards_of(rows):
         of_agents = {"prompts": prompts, "turns": turns}
         batch = {name: [[texts[k] for k in rows] for texts in lists] for name, lists in of_agents.items()}
         batch["items"] = [items[k] for k in rows]
-        return call(reward_func, *([texts[k] for k in rows] for texts in completions), **batch, **known)
+        with time_limit(timeout):
+            return call(reward_func, *([texts[k] for k in rows] for texts in completions), **batch, **known)
 
+    name = getattr(reward_func, "__name__", "reward_func")
+    try:
+        return rewards_of(range(len(items)))
+    except Exception as error:
+        tqdm.write(f"{name} raised {one_line(f'{type(error).__name__}: {error}')}; it is asked once more")
     try:
         return rewards_of(range(len(items)))
     except Exception as error:
         cause, where = error, f"the batch of {len(items)} items"
-        for k in range(len(items)):  # which item is it?
+        for k in [] if isinstance(error, TimeoutError) else range(len(items)):  # which item is it?
             try:
                 rewards_of([k])
             except Exception as single:
                 cause, where = single, f"item {k}, {one_line(items[k], 80)}"
                 break
-        name = getattr(reward_func, "__name__", "reward_func")
         raise TaskError(f"{name} raised {type(cause).__name__}: {cause} on {where}") from cause
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Within it, Python code that takes longer is ended by a TimeoutError; None: no limit. For the main thread only."""
+
+    def expire(*_):
+        raise TimeoutError(f"no answer within --reward-timeout, {seconds:g} s")
+
+    if seconds is None:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def processed_value(processor, value, k, item):

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from utils.adapters import BASE, CONFIG, WEIGHTS, add_adapters, check_base, load_adapter, read_config, read_json
-from utils.checkpoint import load_model
 from utils.cli import UserError, command_line
+from utils.models import load_model
 
 
 @dataclass

@@ -1,6 +1,10 @@
-"""Numbers over the ones of a mask, the same whether the rows lie in one process or in many (accelerate launch)."""
+"""Numbers over the ones of a mask, the same whether the rows lie in one process or in many; gradients; memory."""
 
 import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from tqdm import tqdm
+
+from utils.cli import UserError
 
 
 def masked_mean(x, mask, accelerator):
@@ -34,3 +38,23 @@ def clip_gradients(optimizer, max_grad_norm, accelerator):
         for parameter in parameters:
             parameter.grad = accelerator.reduce(parameter.grad, "mean")
     return torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+
+
+def with_less_memory(agent, attempt, flag):
+    """attempt(), which adds up a gradient in agent.parts parts; where memory runs out, once more in twice as many.
+
+    Raises UserError, naming the flag to lower, where memory has run out before.
+    """
+    try:
+        return attempt()
+    except RuntimeError as error:
+        if not should_reduce_batch_size(error):
+            raise
+        if agent.parts > 1:
+            raise UserError(f"out of memory in an update, also with half of {flag} at once: lower {flag}") from error
+    agent.parts *= 2
+    for optimizer in agent.optimizers:
+        optimizer.zero_grad()
+    clear_device_cache(garbage_collection=True)
+    tqdm.write(f"out of memory in an update: from now on half of {flag} at once")
+    return attempt()

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from utils.cli import TaskError, UserError, one_line
-from utils.episodes import call
+from utils.episodes import call, time_limit
 
 BUILT_IN = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
 
@@ -104,13 +104,13 @@ class Games:
     (of max_turns), "dropped", or None while it runs. `dropped` has, by number, the error of each dropped episode.
     """
 
-    def __init__(self, factory, seeds, max_turns):
-        """Raises TaskError where a reset returns the wrong thing, or all fail."""
-        self.max_turns, self.turn, self.environments, self.dropped = max_turns, 0, {}, {}
+    def __init__(self, factory, seeds, max_turns, timeout=None):
+        """A call that takes longer than `timeout` seconds fails. Raises TaskError: a reset is wrong, or all fail."""
+        self.max_turns, self.timeout, self.turn, self.environments, self.dropped = max_turns, timeout, 0, {}, {}
         self.observations, self.ended = [None] * len(seeds), [None] * len(seeds)
         self.rewards = [[] for _ in seeds]
         for k, seed in enumerate(seeds):
-            with self.dropping(k):
+            with self.dropping(k), time_limit(timeout):
                 environment = self.environments[k] = factory()
                 self.observations[k] = check_reset(call(environment.reset, seed=seed), environment)
         self.go_on(range(len(seeds)))
@@ -122,7 +122,7 @@ class Games:
         """
         played, self.turn = self.running, self.turn + 1
         for k, answer in zip(played, answers, strict=True):
-            with self.dropping(k):
+            with self.dropping(k), time_limit(self.timeout):
                 environment = self.environments[k]
                 observation, reward, terminated, truncated = check_step(environment.step(answer), environment)
                 self.observations[k] = observation

@@ -143,14 +143,15 @@ def from_dataset(task, args):
         raise UserError(f"--dataset {name} has a row that --task {args.task} can't use: {what}") from error
 
 
-def batches(dataset, size, epochs, seed):
-    """Lists of `size` items, in a new random order each epoch, until fewer than that are left."""
+def batches(dataset, size, epochs, seed, done=0):
+    """Lists of `size` items, in a new random order each epoch, while so many are left, but for the first `done`."""
     rng, indices = random.Random(seed), []
     for _ in range(epochs):
         indices += rng.sample(range(len(dataset)), len(dataset))
         while len(indices) >= size:
-            yield [dataset[k] for k in indices[:size]]
-            indices = indices[size:]
+            if done <= 0:
+                yield [dataset[k] for k in indices[:size]]
+            indices, done = indices[size:], done - 1
 
 
 def extra_metrics(task, rollouts):
