@@ -89,8 +89,11 @@ def files_in(folder):
 
 def digest(path):
     """Size in bytes and SHA-256 of a file."""
+    sha256 = hashlib.sha256()
     with open(path, "rb") as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        while part := file.read(1 << 20):
+            sha256.update(part)
+        return {"bytes": file.tell(), "sha256": sha256.hexdigest()}
 
 
 def newest_whole(folder, tell=tqdm.write):

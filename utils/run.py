@@ -130,7 +130,8 @@ class Run:
             agent.skipped, agent.parts = counts["skipped"], counts["parts"]
             for schedule in agent.schedules:
                 schedule.last_epoch = self.step - 1
-                with warnings.catch_warnings(action="ignore"):  # that no optimiser has made a step yet
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that no optimiser has made a step yet
                     schedule.step()
         self.totals, self.wandb_id = state["totals"], state["wandb"]
         self.started -= state["elapsed"]
