@@ -560,7 +560,7 @@ def critic_loss(model, agent, batch, whole, args):
     return 0.5 * error.sum() / of_actions(whole.mask, whole, args).clamp(max=1).sum()
 
 
-def backward(model, agent, rollout, steps, args, accelerator):
+def accumulate(model, agent, rollout, steps, args, accelerator):
     """Add up the gradient of an optimiser step, micro-batch by micro-batch; returns the parts of its loss."""
     whole, metrics = rollout.select(torch.cat(steps)), {}
     for rows in [part for rows in steps for part in rows.split(micro_batch_size(agent, args))]:
@@ -585,7 +585,7 @@ def learn(model, agent, rollout, args, accelerator, generator):
     history = []
     for _ in range(args.update_epochs):
         for k in torch.randperm(len(rollout.steps), generator=generator, device=generator.device).tolist():
-            attempt = partial(backward, model, agent, rollout, rollout.steps[k], args, accelerator)
+            attempt = partial(accumulate, model, agent, rollout, rollout.steps[k], args, accelerator)
             metrics = with_less_memory(agent, attempt, "--micro-batch-size-per-gpu")
             norm = clip_gradients(agent.optimizers[0], args.max_grad_norm, accelerator)
             if norm.isfinite():

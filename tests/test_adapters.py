@@ -258,11 +258,11 @@ def test_optimizers_go_on_with_the_same_bits(base, tokenizer, tmp_path):
     optimizers = [optimizer_of(model, head, i) for i, head in enumerate(heads)]
     for i in (0, 1, 1):
         step(model, heads[i], optimizers[i], i)
-    save_adapters(tmp_path, model, heads, tokenizer, "b", optimizers, [{"step": 1}, {"step": 2}])
+    save_adapters(tmp_path, model, heads, tokenizer, "b", optimizers)
     again, again_heads = make(base)
     load_adapters(tmp_path, again, again_heads, flags(), "b")
     restored = [optimizer_of(again, head, i) for i, head in enumerate(again_heads)]
-    assert load_optimizers(tmp_path, restored) == [{"step": 1}, {"step": 2}]
+    load_optimizers(tmp_path, restored)
     for i in range(2):
         step(model, heads[i], optimizers[i], i)
         step(again, again_heads[i], restored[i], i)
@@ -277,7 +277,7 @@ def test_optimizers_without_a_saved_state_are_new(stage):
     folder, model, heads = stage
     optimizers = [optimizer_of(model, head, i) for i, head in enumerate(heads)]
     with pytest.warns(UserWarning, match="agent_0 has no optimizer's state"):
-        assert load_optimizers(folder, optimizers) is None
+        load_optimizers(folder, optimizers)
     assert not optimizers[0].state
 
 

@@ -81,7 +81,8 @@ def test_gradients_equal_those_of_a_dense_formula(model, tokenizer, prompts, acc
     estimate(agent, model, rollout, torch.randn(5, generator=generator()), args, accelerator)
     with torch.no_grad():  # so that some values are clipped, and some are not
         rollout.values += 0.5 * torch.randn(rollout.values.shape, generator=generator())
-    parts = losses(agent, rollout.select(torch.arange(5)), args, accelerator)
+    batch = rollout.select(torch.arange(5))
+    parts = losses(agent, batch, batch.mask.sum(), batch.action_mask.sum(), args)
     parts["loss"].backward()
     ours = gradients(agent)
 
@@ -112,7 +113,8 @@ def test_turns_as_actions_give_the_gradient_of_the_plain_formula(model, tokenize
     rewards = torch.randn(5, generator=generator())
     estimate(agent, model, rollout, rewards, args, accelerator)
     assert rollout.advantages.shape == (5, 1)
-    losses(agent, rollout.select(torch.arange(5)), args, accelerator)["loss"].backward()
+    batch = rollout.select(torch.arange(5))
+    losses(agent, batch, batch.mask.sum(), batch.action_mask.sum(), args)["loss"].backward()
     ours = gradients(agent)
 
     agent.zero_grad()

@@ -107,7 +107,7 @@ FLAGS = {
     "--turn-level-clip --action-granularity token": "--turn-level-clip takes turns as actions",
     "--turn-level-clip --max-turns 1": "--turn-level-clip takes turns as actions",
     "--reference-update-interval 1 --no-use-separate-reference-adapter": (
-        "--reference-update-interval takes --use-separate-reference-adapter"
+        "--reference-update-interval takes a --use-separate-reference-adapter"
     ),
     "--load-optimizer": "--load-optimizer takes a --load-checkpoint",
     "--merge-lora-configs": "--merge-lora-configs takes a --load-checkpoint",
@@ -143,7 +143,7 @@ def test_help_explains_every_flag(capsys):
     with pytest.raises(SystemExit) as stop:
         parse(ppo_llm.Args, ["--help"], ppo_llm.__doc__)
     assert stop.value.code in (0, None)
-    told, source = capsys.readouterr().out, Path(ppo_llm.__file__).read_text()
+    told, source = capsys.readouterr().out, Path(ppo_llm.__file__).read_text() + Path(utils.run.__file__).read_text()
     for name in vars(ppo_llm.Args()):
         assert f"--{name.replace('_', '-')}" in told
         comment, *_ = re.findall(rf"^    {name}: .*  # (.+)$", source, flags=re.M)
@@ -290,7 +290,7 @@ def test_an_environment_that_does_not_close_what_is_cut_short():
 
 
 def test_a_failure_in_the_first_update_is_one_line_also_with_weights_and_biases(command, monkeypatch):
-    logger = SimpleNamespace(log=lambda *_, **__: None, finish=lambda exit_code: None)
+    logger = SimpleNamespace(id="1", log=lambda *_, **__: None, finish=lambda exit_code: None)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: logger, Table=dict))
     Path("mine.py").write_text(ENV.replace(STEP, "1 / 0"))
     code, said = command("--env", "mine.py", "--track", *SMALL)

@@ -125,6 +125,7 @@ TABLE = {
     "eval_interval": (1, {}, of(lambda seen: seen.rows[0]["eval/reward_mean"] is None, False)),
     "eval_size": (2, {"eval_interval": 1}, evaluated),
     "save_interval": (1, {}, of(lambda seen: "update_000001" in files(seen), True)),
+    "keep_checkpoints": (1, {"save_interval": 1}, of(lambda seen: "update_000001" in files(seen), False)),
 }
 OWN = {
     "ippo_llm": {"ppo_epochs": (2, {}, learned), "gae_lambda": (0.1, TOKENS, learned)},
@@ -138,6 +139,9 @@ ELSEWHERE = {  # and the test that changes them
     "dataset": "test_a_dataset_of_yours",
     "mixed_precision": "test_bfloat16_autocast_and_weights_train",
     "trust_remote_code": "passed on to transformers",
+    "resume": "test_resume.py",
+    "reward_timeout": "test_faults.py",
+    "deterministic": "test_faults.py",
     "track": "test_weights_and_biases_gets_the_same",
 }
 CASES = [(name, flag) for name in SCRIPTS for flag in (*TABLE, *OWN[name])]

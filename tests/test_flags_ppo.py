@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from torch import nn
 import ppo_llm
 import utils.models
 import utils.run
-from utils.cli import UserError
+from utils.cli import TaskError, UserError
 from utils.tasks import number
 
 # Two updates of two optimiser steps.
@@ -114,7 +115,7 @@ def in_place(flags, places):
 
 def weights(seen, groups=(0, 1)):
     """What the optimisers hold: 0 the actors, 1 the critics with their heads."""
-    return [x for agent in seen.agents for group in groups for x in agent.optimizer.param_groups[group]["params"]]
+    return [x for agent in seen.agents for group in groups for x in agent.optimizers[0].param_groups[group]["params"]]
 
 
 def same(before, after, groups=(0, 1)):
@@ -165,11 +166,11 @@ def both(*checks):
 
 def rates(name):
     """Learning rates of the actor and of the critic with its head."""
-    return lambda seen: [group[name] for group in seen.agents[0].optimizer.param_groups]
+    return lambda seen: [group[name] for group in seen.agents[0].optimizers[0].param_groups]
 
 
 def steps(seen):
-    return {int(state["step"]) for state in seen.agents[0].optimizer.state.values()}
+    return {int(state["step"]) for state in seen.agents[0].optimizers[0].state.values()}
 
 
 def rows(*phases):
@@ -224,6 +225,7 @@ TABLE = {
     "eval_loop": (3, NUMBER, of(lambda seen: seen.held_out[0], 3)),
     "num_train_epochs": (2, {}, updates(4)),
     "save_interval": (1, {}, of(lambda seen: "update_000001" in files(seen), True)),
+    "keep_checkpoints": (1, {"save_interval": 1}, of(lambda seen: "update_000001" in files(seen), False)),
     "load_checkpoint": (STAGE, {"lr_actor": 0.0}, of(lambda seen: same(SEEN[STAGE], seen), True)),
     "load_optimizer": (True, STAGED, both(learned, valued, of(steps, {8}))),
     # the agents
@@ -287,6 +289,9 @@ TABLE = {
 }
 ELSEWHERE = {  # and the test here that changes them
     "output_dir": "test_a_flag_changes_what_happens",
+    "resume": "test_a_run_goes_on_from_its_checkpoint",
+    "reward_timeout": "test_a_reward_function_that_takes_too_long_is_ended",
+    "deterministic": "test_torch_takes_deterministic_algorithms_if_told",
     "overwrite": "test_an_earlier_run_is_kept_unless_told",
     "merge_lora_configs": "test_another_lora_configuration_is_merged_if_told",
     "trust_remote_code": "test_code_of_a_model_is_run_only_if_told",
@@ -344,6 +349,32 @@ def test_an_earlier_run_is_kept_unless_told(tmp_path):
     assert len(seen.rows) == 2 and "update_000001" not in files(seen)
 
 
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    before = train(tmp_path / "run", cosine_lr_schedule=False).rows
+    after = train(tmp_path / "run", resume=str(tmp_path / "run"), num_train_epochs=2, cosine_lr_schedule=False).rows
+    whole = train(tmp_path / "whole", num_train_epochs=2, cosine_lr_schedule=False).rows
+    rewards = [[f"{row['reward_mean']:.9g}" for row in rows] for rows in (before, after, whole)]
+    assert len(rewards[0]) == 2 and rewards[1] == rewards[2] and rewards[1][:2] == rewards[0]
+
+
+def test_a_reward_function_that_takes_too_long_is_ended(tmp_path):
+    task = task_of(reward_func=lambda first: time.sleep(30))
+    with pytest.raises(TaskError, match="TimeoutError: no answer within --reward-timeout, 0.2 s"):
+        train(tmp_path / "run", task, reward_timeout=0.2)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_torch_takes_deterministic_algorithms_if_told(tmp_path, told):
+    found = []
+
+    def reward_func(first):
+        found.append(torch.are_deterministic_algorithms_enabled())
+        return [0.0] * len(first)
+
+    train(tmp_path / "run", task_of(reward_func=reward_func), deterministic=told)
+    assert set(found) == {told} and not torch.are_deterministic_algorithms_enabled()
+
+
 def test_another_lora_configuration_is_merged_if_told(tmp_path, places):
     other = {"load_checkpoint": places[STAGE], "lora_rank": 12, "train_size": 8, "lr_actor": 0.0}
     with pytest.raises(UserError, match="r 8 there, 12 here"):
@@ -377,9 +408,11 @@ class Wandb:
 
     def init(self, **known):
         self.started.append(known)
-        return SimpleNamespace(
-            log=lambda row, step=None: self.logged.append(row), finish=lambda exit_code: self.finished.append(exit_code)
+        log, finish = (
+            (lambda row, step=None: self.logged.append(row)),
+            (lambda exit_code: self.finished.append(exit_code)),
         )
+        return SimpleNamespace(id="1", log=log, finish=finish)
 
 
 @pytest.mark.parametrize("named", [False, True])

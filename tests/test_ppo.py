@@ -142,7 +142,7 @@ def make_rollout(model, agent, kind, args, accelerator, noise=0.0):
 
 
 def gradients(agent):
-    return [p.grad.clone() for group in agent.optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [p.grad.clone() for group in agent.optimizers[0].param_groups for p in group["params"] if p.grad is not None]
 
 
 def assert_same_gradients(ours, theirs, atol=3e-5):
@@ -195,7 +195,7 @@ def test_the_value_loss_and_its_gradient_equal_a_loop(loaded_model, accelerator,
     loss.backward()
     ours = gradients(agent)
 
-    agent.optimizer.zero_grad()
+    agent.optimizers[0].zero_grad()
     total, count, clipped = 0.0, 0, 0
     for row, transcript in enumerate(transcripts):
         for _, value, where in actions_of(transcript, values_of(model, agent, transcript), args):
@@ -223,7 +223,7 @@ def test_the_actors_loss_and_its_gradient_equal_a_loop(loaded_model, accelerator
     loss.backward()
     ours = gradients(agent)
 
-    agent.optimizer.zero_grad()
+    agent.optimizers[0].zero_grad()
     surrogate, k3, entropy, clipped, tokens, actions = 0.0, 0.0, 0.0, 0, 0, 0
     for row, transcript in enumerate(transcripts):
         logprobs, entropies = policy(model, agent, transcript, 0.8)
@@ -545,8 +545,8 @@ def test_a_second_stage_starts_from_the_first(stage, tmp_path, monkeypatch, load
         saved = load_file(first / old / "adapter_model.safetensors")
         assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
     assert before.value_head.weight.any() and torch.equal(agent.value_head.weight, before.value_head.weight)
-    assert [group["lr"] for group in agent.optimizer.param_groups] == [1e-2] * 2
-    moments, saved = (x.optimizer.state_dict()["state"] for x in (agent, before))
+    assert [group["lr"] for group in agent.optimizers[0].param_groups] == [1e-2] * 2
+    moments, saved = (x.optimizers[0].state_dict()["state"] for x in (agent, before))
     assert moments.keys() == (saved.keys() if load_optimizer else set())
     assert not load_optimizer or sum(state["exp_avg"].abs().sum() for state in moments.values()) > 0
     for k, state in moments.items():

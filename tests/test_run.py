@@ -80,8 +80,8 @@ def test_a_run_folder_is_as_documented(tmp_path, critic, capsys):
         if critic == "separate":
             saved = AutoModel.from_pretrained(folder / f"agent_{i}/critic", dtype=torch.float32).state_dict()
             assert all(torch.equal(saved[name], tensor) for name, tensor in agent.critic.state_dict().items())
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["update_000002", "update_000004"]
-    AutoModelForCausalLM.from_pretrained(folder / "checkpoints/update_000002/agent_1")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["update_000004", "update_000005"]
+    AutoModelForCausalLM.from_pretrained(folder / "checkpoints/update_000004/agent_1")
     assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".pt", ".pkl", ".pth", ".writing")]
     told = capsys.readouterr().out
     assert "where the time went" in told and "agent 1:" in told
@@ -279,9 +279,9 @@ def test_the_command_ends_with_one_line_and_exit_code_2():
 def test_help_explains_every_flag(script):
     done = subprocess.run([sys.executable, script.__file__, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
-    for group in ("run", "model", "sampling", "algorithm", script.__name__.removesuffix("_llm"), "optimizer"):
+    for group in ("run", "folder", "model", "sampling", "algorithm", script.__name__.removesuffix("_llm"), "optimizer"):
         assert f"{group} options" in done.stdout
-    source = Path(script.__file__).read_text()
+    source = Path(script.__file__).read_text() + (ROOT / "utils/run.py").read_text()
     for name in vars(script.Args()):
         assert f"--{name.replace('_', '-')}" in done.stdout
         (comment,) = re.findall(rf"^    {name}: .*  # (.+)$", source, flags=re.M)
@@ -297,7 +297,7 @@ def test_an_earlier_run_is_kept_unless_told(tmp_path):
     (tmp_path / "run/mine.txt").write_text("notes")
     main(make_args(tmp_path, train_size=16, overwrite=True))
     assert len(read_metrics(tmp_path / "run")) == 2 and (tmp_path / "run/mine.txt").read_text() == "notes"
-    assert not list((tmp_path / "run/checkpoints").iterdir())
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["update_000002"]
 
 
 def fails_on_second_call(value):

@@ -274,7 +274,8 @@ def test_with_one_turn_as_the_action_iac_and_ippo_have_the_same_gradient(model, 
         rollout = script.sample(agent, prompts, args, torch.Generator().manual_seed(0))
         rewards = torch.randn(5, generator=torch.Generator().manual_seed(1))
         estimate(agent, model, rollout, rewards, args, accelerator, ESTIMATES[algorithm])
-        script.losses(agent, rollout.select(torch.arange(5)), args, accelerator)["loss"].backward()
+        batch = rollout.select(torch.arange(5))
+        script.losses(agent, batch, batch.mask.sum(), batch.action_mask.sum(), args)["loss"].backward()
         gradients.append({name: p.grad for name, p in agent.named_parameters()})
     assert sum(grad.abs().sum() for grad in gradients[0].values()) > 0
     for name, grad in gradients[0].items():

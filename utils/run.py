@@ -1,6 +1,5 @@
 """The run folder: flags, metrics, samples, curves, checkpoints, the agents; and what the terminal shows."""
 
-import collections
 import contextlib
 import csv
 import dataclasses
@@ -90,7 +89,7 @@ class Run:
         self.held_out = held_out or "eval/reward_mean"  # the metric of what is held out
         self.main_process = accelerator.is_main_process
         self.step = self.saved = self.stop = 0  # updates done, updates in the last checkpoint, the signal that came
-        self.rows, self.samples, self.seconds, self.totals = [], collections.deque(maxlen=200), {}, {}
+        self.rows, self.samples, self.seconds, self.totals = [], [], {}, {}
         self.wandb = self.wandb_id = self.bar = self.lock = None
         self.started, self.drawn_at, self.drawing = time.time(), 0.0, 0.0
         self.random, self.handlers = random_state(generator), {}
@@ -155,7 +154,7 @@ class Run:
             self.write_all_metrics()
             lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
             write_whole(self.folder / "samples.jsonl", "".join(lines))
-            self.samples.extend(samples)
+            self.samples = samples[-200:]
         else:
             for path in outputs(self.folder):
                 if path.name != "config.json":
@@ -226,6 +225,7 @@ class Run:
                 sample |= joint_sample(k, items[k], rollouts, self.args.num_turns)
                 self.samples.append(sample)
                 file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")
+        del self.samples[:-200]  # what the end shows
         self.bar.set_postfix_str(f"reward {row['reward_mean']:.2f}, {row['samples_per_second']:.0f} samples/s")
         if self.wandb:
             self.tell_wandb({key: value for key, value in row.items() if value is not None}, row["global_step"])
@@ -296,7 +296,7 @@ class Run:
         if self.rows:
             with writing(self.folder):
                 self.draw()
-            print(side_by_side([*self.samples][-2:]))
+            print(side_by_side(self.samples[-2:]))
             print(time_table(self.totals, time.time() - self.started))
             print(self.outcome())
         print(f"{'stopped early; ' if kind else ''}the run is in {self.folder}", flush=True)

@@ -1,0 +1,40 @@
+"""Tell whether two runs are the same to the bit: metrics (columns of time and speed aside), samples, weights.
+
+    python -m utils.same RUN RUN
+
+Prints a line for each file, and ends with exit code 1 where one differs or is missing.
+"""
+
+import csv
+import sys
+from pathlib import Path
+
+
+def timeless(folder):
+    """The rows of a run's metrics.csv as text, without the columns of time and speed."""
+    with open(Path(folder) / "metrics.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [{k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k} for row in rows]
+
+
+def compare(one, other):
+    """For each file of what two runs learned whether it is the same in both, by name."""
+    one, other = Path(one), Path(other)
+    names = sorted(
+        {x.relative_to(run).as_posix() for run in (one, other) for x in run.glob("agent_*/**/*.safetensors")}
+    )
+    same = {"metrics.csv": all((run / "metrics.csv").is_file() for run in (one, other))}
+    same["metrics.csv"] = same["metrics.csv"] and timeless(one) == timeless(other)
+    for name in ["samples.jsonl", *names]:
+        pair = [run / name for run in (one, other)]
+        same[name] = all(path.is_file() for path in pair) and pair[0].read_bytes() == pair[1].read_bytes()
+    return same
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or not all(Path(run).is_dir() for run in sys.argv[1:]):
+        sys.exit("usage: python -m utils.same RUN RUN: two folders of runs")
+    found = compare(*sys.argv[1:])
+    for name, same in found.items():
+        print(f"{'the same' if same else 'DIFFERENT'}  {name}")
+    sys.exit(not all(found.values()))
