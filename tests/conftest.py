@@ -1,5 +1,6 @@
 import contextlib
 import copy
+import os
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from utils.stats import standardise
 from utils.tasks import tldr
 
 TINY = locate("utils/tiny_lm")
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, one thread each, and so do the processes that they start
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
