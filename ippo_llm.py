@@ -129,8 +129,7 @@ class Args(RunArgs, FolderArgs, ModelArgs, SamplingArgs, AlgorithmArgs, IPPOArgs
 
 
 def check(args, processes):
-    """Raise UserError for a flag out of range, before anything is loaded or written."""
-    check_ranges(args)
+    """Raise UserError for flags that do not go together, before anything is loaded or written."""
     share = args.num_generations * processes
     if args.rollout_buffer_size % share:
         takes = f"a multiple of generations x processes, {share}"
@@ -418,7 +417,7 @@ def update(agent, rollout, epochs, args, accelerator, generator):
                     optimizer.step()
                 optimizer.zero_grad()
             agent.skipped = 0 if finite else agent.skipped + 1
-            if agent.skipped == 3:
+            if agent.skipped >= 3:
                 raise UserError("three gradients running were not finite: lower --actor-learning-rate or --temperature")
             if not finite:
                 accelerator.print("a gradient was not finite: its mini-batch is skipped")
@@ -432,6 +431,7 @@ def main(args, task=None, model=None, tokenizer=None):
 
     `task` (any object with a task's names), `model` (loaded; it is copied) and `tokenizer` replace what the flags name.
     """
+    check_ranges(args)
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
     device, rank, processes = accelerator.device, accelerator.process_index, accelerator.num_processes
     check(args, processes)

@@ -154,8 +154,7 @@ class Args(TrainingArgs, FolderArgs, PolicyArgs, GenerationArgs, PPOArgs, Optimi
 
 
 def check_args(args, processes):
-    """Raise UserError for flags that are out of range or do not go together, before anything is loaded or written."""
-    check_ranges(args)
+    """Raise UserError for flags that do not go together, before anything is loaded or written."""
     if processes > 1:
         raise UserError(f"ppo_llm.py takes one process, got {processes}")
     if args.train_size < args.rollout_buffer_size:
@@ -594,7 +593,7 @@ def learn(model, agent, rollout, args, accelerator, generator):
                 accelerator.print("a gradient was not finite: its optimiser step is skipped")
             agent.optimizers[0].zero_grad()
             agent.skipped = 0 if norm.isfinite() else agent.skipped + 1
-            if agent.skipped == 3:
+            if agent.skipped >= 3:
                 raise UserError("three gradients running were not finite: lower --lr-actor or --temperature")
             history.append(metrics | {"grad_norm": norm, "skipped": 1.0 - norm.isfinite().float()})
     metrics = {name: torch.stack([metrics[name] for metrics in history]).mean() for name in history[0]}
@@ -607,6 +606,7 @@ def main(args, task=None, model=None, tokenizer=None):
 
     `task` (any object with a task's names), `model` (loaded; it is copied) and `tokenizer` replace what the flags name.
     """
+    check_ranges(args)
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
     device = accelerator.device
     args = replace(args, task=args.task or (task and getattr(task, "__name__", "task")))

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -82,7 +83,7 @@ def find_run(resume, script):
         if not runs:
             raise UserError(f"--resume latest: there is no run of {script}.py under runs/")
         return max(runs, key=lambda run: max(path.stat().st_mtime for path in (run, *run.glob("*.*"))))
-    if not (Path(resume) / "config.json").is_file():
+    if not os.path.isfile(Path(resume) / "config.json"):  # False too for what can be no name
         raise UserError(f"--resume takes a run's folder, or latest, and {resume} has no config.json")
     return Path(resume)
 

@@ -94,7 +94,7 @@ def blame(what, item):
     try:
         yield
     except Exception as error:
-        raise TaskError(f"{what}, {one_line(item, 80)}: {type(error).__name__}: {error}") from error
+        raise TaskError(f"{what}, {one_line(item, 80)}: {type(error).__name__}: {one_line(error)}") from error
 
 
 def call(function, *given, **known):
@@ -157,7 +157,7 @@ def call_reward(reward_func, items, prompts, completions, turns, timeout, known)
             except Exception as single:
                 cause, where = single, f"item {k}, {one_line(items[k], 80)}"
                 break
-        raise TaskError(f"{name} raised {type(cause).__name__}: {cause} on {where}") from cause
+        raise TaskError(f"{name} raised {type(cause).__name__}: {one_line(cause)} on {where}") from cause
 
 
 @contextlib.contextmanager
@@ -171,8 +171,8 @@ def time_limit(seconds):
         yield
         return
     before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -45,9 +45,10 @@ def check_model(name, flag, trust_remote_code):
     if Path(name).exists():
         if not (Path(name) / "config.json").is_file():
             raise UserError(f"{flag} takes a model's folder or a hub name, and {name} has no config.json")
-    elif not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+    else:
         try:
-            huggingface_hub.HfApi().model_info(name, timeout=10)
+            if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+                huggingface_hub.HfApi().model_info(name, timeout=10)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             message = f"{flag} takes a model's folder or a hub name; {name} is no folder and can't be reached"

@@ -61,9 +61,13 @@ def run_folder(args, script, subject):
         return resumed_folder(args, script)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = Path(args.output_dir or f"runs/{script}__{Path(subject).stem}__{args.seed}__{stamp}")
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not folder.is_dir():
         raise UserError(f"--output-dir takes a folder, and {folder} is a file")
-    if outputs(folder) and not args.overwrite:
+    try:
+        taken = outputs(folder)
+    except OSError as error:
+        raise UserError(f"--output-dir can't be {one_line(folder, 80)}: {error.strerror}") from error
+    if taken and not args.overwrite:
         raise UserError(f"--output-dir takes a folder without a run in it; {folder} has one (--overwrite replaces it)")
     return folder
 
@@ -183,8 +187,10 @@ class Run:
     def time(self, phase):
         """Add the seconds of a block to a phase of this update; phases may be entered many times."""
         start = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def log(self, row, items, rollouts):
         """Write an update: its numbers (`reward_mean` and `new_tokens` among them) and its first joint samples.
@@ -285,6 +291,8 @@ class Run:
                 print(self.how_to_go_on(), flush=True)
         finally:
             self.release()
+        if kind is RuntimeError and "probability tensor" in str(error):
+            raise UserError("the probabilities of tokens are not finite: lower the learning rates") from error
         if kind is RuntimeError and self.args.deterministic and "deterministic" in str(error):
             raise UserError(f"--deterministic: {one_line(error)}") from error
 
@@ -344,6 +352,8 @@ class Run:
             self.wandb.log(values, step=step)
         except Exception as error:
             tqdm.write(f"--track: Weights & Biases fails ({one_line(error)}); the run goes on without it")
+            with contextlib.suppress(Exception):
+                self.wandb.finish(exit_code=1)
             self.wandb = None
 
     def outcome(self):

@@ -57,4 +57,4 @@ def with_less_memory(agent, attempt, flag):
         optimizer.zero_grad()
     clear_device_cache(garbage_collection=True)
     tqdm.write(f"out of memory in an update: from now on half of {flag} at once")
-    return attempt()
+    return with_less_memory(agent, attempt, flag)

@@ -136,7 +136,7 @@ class Games:
         """End a running episode from outside, as truncated."""
         self.running.remove(k)
         self.ended[k] = "truncated"
-        with self.dropping(k):
+        with self.dropping(k), time_limit(self.timeout):
             close(self.environments.pop(k))
         self.check_some_are_left()
 
@@ -159,7 +159,7 @@ class Games:
         except Exception as error:
             self.ended[k] = "dropped"
             self.dropped[k] = f"{said(error)} ({f'turn {self.turn}' if self.turn else 'reset'})"
-            with contextlib.suppress(Exception):  # the first error is the one to tell
+            with contextlib.suppress(Exception), time_limit(self.timeout):  # the first error is the one to tell
                 close(self.environments.pop(k, None))
 
 

@@ -1,0 +1,273 @@
+"""Any flags at all: a run trains, or says in one line what it does not take. Random values for every flag of Args."""
+
+import dataclasses
+import signal
+import sys
+import typing
+from types import SimpleNamespace
+
+import datasets
+import huggingface_hub
+import pytest
+import torch
+import wandb
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from test_flags_ppo import another_precision
+from torch import nn
+
+import iac_llm
+import ippo_llm
+import ppo_llm
+import utils.run
+from utils.cli import UserError, parse
+
+# One update of one optimiser step.
+SMALL = {"train_size": 2, "rollout_buffer_size": 2, "eval_size": 1, "num_train_epochs": 1, "output_dir": "run"}
+TEAM = SMALL | {"task": "number", "mini_batch_size": 2, "max_new_tokens": 2, "eval_interval": 0}
+PPO = SMALL | {"max_turns": 1, "max_output_tokens": 2, "batch_size": 2, "eval_loop": 1, "evaluation_interval": 0}
+PPO |= {"update_epochs": 1, "lora_rank": 2}
+SCRIPTS = {"ippo": (ippo_llm, TEAM), "iac": (iac_llm, TEAM), "ppo": (ppo_llm, PPO)}
+
+# So many of these are made, computed or held at once, for as long or as much as the flag says: no number is too large,
+# but large ones take hours, or all memory. They stay at a few.
+SIZES = "train_size eval_size eval_loop num_train_epochs num_agents num_generations num_turns max_turns max_new_tokens "
+SIZES += "max_output_tokens ppo_epochs ac_epochs update_epochs value_head_hidden_dim critic_value_head_hidden_dim "
+SIZES += "lora_rank rollout_buffer_size"
+
+# No command line can carry a NUL or half a surrogate pair, and a message repeats a value, line ends included.
+TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), max_size=8)
+NAMES = "tldr number nosuch nosuch.py guess grid utils/tiny_lm tests . / latest q_proj a:b : utils.envs:nothing".split()
+TEXTS = st.one_of(TEXT, st.sampled_from([*NAMES, "", "x" * 300]))
+PLACES = st.text("abcxyzäß-_ .", min_size=1, max_size=8).map(lambda name: f"made/{name}")  # to write in, thus no other
+INTEGERS = st.one_of(st.integers(-3, 40), st.sampled_from([-(2**63), 2**31, 2**32, 2**63, 10**20]))
+FLOATS = st.one_of(st.floats(), st.floats(0, 1), st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e-300, 1e300, -1.0]))
+
+
+def values(name, hint):
+    """Values of a flag: those of its type, and some that it does not take."""
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if name == "output_dir":
+        return PLACES | st.sampled_from(["pyproject.toml", "x" * 300])
+    if name in SIZES.split():
+        some = type(None) in parts and name != "train_size"  # none: 3200 episodes
+        return st.integers(-2, 4) | (st.none() if some else st.just(-(2**63)))
+    if kind is typing.Literal:
+        return st.sampled_from(parts) | TEXTS
+    if kind is typing.Annotated:
+        return values(name, parts[0])
+    if kind is tuple:
+        return st.lists(values(name, parts[0]), max_size=3).map(tuple)
+    if type(None) in parts:
+        return st.one_of(st.none(), *(values(name, part) for part in parts if part is not type(None)))
+    return {int: INTEGERS, float: FLOATS, bool: st.booleans(), str: TEXTS}[hint]
+
+
+def hints(script):
+    return typing.get_type_hints(SCRIPTS[script][0].Args, include_extras=True)
+
+
+def test_every_flag_has_values():
+    for script in SCRIPTS:
+        names = [field.name for field in dataclasses.fields(SCRIPTS[script][0].Args)]
+        assert [*hints(script)] == names
+        assert all(isinstance(values(name, hint), st.SearchStrategy) for name, hint in hints(script).items())
+
+
+@st.composite
+def flags(draw, script, most=3):
+    """One to `most` flags with their values."""
+    known = hints(script)
+    names = draw(st.lists(st.sampled_from(sorted(known)), min_size=1, max_size=most, unique=True))
+    return {name: draw(values(name, known[name])) for name in names}
+
+
+def unreachable(*_, **__):
+    raise ConnectionError("no network")
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path, monkeypatch):
+    """A folder of its own to work in, no network, no curves, and nothing that takes minutes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
+    monkeypatch.setattr(utils.run, "git_commit", lambda: None)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **known: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    alarm = signal.getsignal(signal.SIGALRM)
+    logger = SimpleNamespace(id="made-up", log=lambda *_, **__: None, finish=lambda exit_code: None)
+    monkeypatch.setattr(wandb, "init", lambda **_: logger)
+    monkeypatch.setattr(wandb, "Table", lambda **_: None)
+    yield
+    signal.signal(signal.SIGALRM, alarm)
+
+
+def check_run(script, changed):
+    """Train with these flags: an update or more, or one line."""
+    module, small = SCRIPTS[script]
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)]
+    try:
+        with another_precision():
+            _, run = module.main(module.Args(**{**small, "overwrite": True, **changed}))
+        assert run.step == run.updates >= 1
+    except UserError as error:
+        assert str(error).strip() and "\n" not in str(error)
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)] == before
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def some(examples):
+    """The same examples every time."""
+    known = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+    return settings(max_examples=examples, **known)
+
+
+@some(25)
+@given(flags("ippo"))
+def test_any_flags_of_ippo_train_or_are_one_line(changed):
+    check_run("ippo", changed)
+
+
+@some(25)
+@given(flags("iac"))
+def test_any_flags_of_iac_train_or_are_one_line(changed):
+    check_run("iac", changed)
+
+
+@some(25)
+@given(flags("ppo"))
+def test_any_flags_of_ppo_train_or_are_one_line(changed):
+    check_run("ppo", changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, name", [(script, name) for script in SCRIPTS for name in hints(script)])
+def test_any_value_of_a_flag_trains_or_is_one_line(script, name):
+    @some(20)
+    @given(values(name, hints(script)[name]))
+    def check(value):
+        check_run(script, {name: value})
+
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_many_flags_train_or_are_one_line(script):
+    @some(300)
+    @given(flags(script, most=6))
+    def check(changed):
+        check_run(script, changed)
+
+    check()
+
+
+# Values that ended in a traceback, or would where a check were left out.
+EXTREMES = [
+    {"seed": 2**32},
+    {"seed": 10**20},
+    {"temperature": 1e-30},
+    {"temperature": 1e-300},
+    {"top_k": 10**20},
+    {"max_grad_norm": 1e300},
+    {"dtype": "nosuch"},
+    {"mixed_precision": "nosuch"},
+    {"attn_implementation": "nosuch"},
+    {"output_dir": "x" * 300},
+    {"resume": "x" * 300},
+    {"model": ":"},
+    {"task": ""},
+    {"train_size": 4, "actor_learning_rate": 1e300},
+    {"train_size": 4, "critic_learning_rate": 1e300},
+    {"train_size": 4, "actor_learning_rate": 1e30},
+    {"train_size": 4, "lr_actor": 1e30},
+    {"train_size": 4, "lr_actor": 1e300},
+    {"train_size": 4, "lr_critic": 1e300},
+    {"train_size": 4, "weight_decay": 1e30},
+    {"train_size": 4, "weight_decay": 1e300},
+    {"keep_checkpoints": 10**20, "save_interval": 1},
+    {"per_device_train_batch_size": 10**20},
+    {"mini_batch_size": 10**20},
+    {"batch_size": 10**20},
+    {"micro_batch_size_per_gpu": 10**20},
+    {"hf_generate_chunk_size": 10**20},
+    {"min_output_tokens": 10**20},
+    {"repetition_penalty": 1e300},
+    {"repetition_penalty": 5e-324},
+    {"lora_alpha": 1e300},
+    {"lora_dropout": 1.0},
+    {"clip_coef": 5e-324},
+    {"reward_timeout": 1e300},
+    {"reward_timeout": 5e-324},
+    {"early_termination_threshold": float("nan")},
+]
+
+
+def extremes():
+    """Each with the scripts that have the flags; iac_llm shares the code of ippo_llm's."""
+    for script in SCRIPTS:
+        marks = [pytest.mark.slow] * (script == "iac")
+        for changed in EXTREMES:
+            if changed.keys() <= hints(script).keys():
+                named = ", ".join(f"{name}={str(value)[:12]}" for name, value in changed.items())
+                yield pytest.param(script, changed, marks=marks, id=f"{script} {named}")
+
+
+@pytest.mark.parametrize("script, changed", [*extremes()])
+def test_extreme_values_train_or_are_one_line(script, changed):
+    check_run(script, changed)
+
+
+# --- The command line -------------------------------------------------------------------------------------------------
+
+WORDS = st.one_of(
+    TEXT.filter(lambda text: "tyro" not in text),  # whose own flags write files
+    st.integers().map(str),
+    st.floats().map(str),
+    st.sampled_from(["", "-", "--", "=", "None", "True", "no", "1e400", "0x1", "[]", "{}", "x" * 300, "--help", "-h"]),
+)
+
+
+@st.composite
+def command(draw, script):
+    """Flags, most of them known, each with some words."""
+    known = [f"--{name.replace('_', '-')}" for name in hints(script)]
+    named = st.sampled_from([*known, "--no-anneal-lr", "--no-track", "--resume"])
+    words = []
+    for flag in draw(st.lists(named | WORDS, max_size=3)):
+        words += [flag, *draw(st.lists(WORDS, max_size=2))]
+    return words
+
+
+def check_command(script, argv):
+    module = SCRIPTS[script][0]
+    try:
+        args = parse(module.Args, argv, module.__doc__, module.__name__)
+        assert type(args) is module.Args
+    except UserError as error:
+        assert str(error).strip() and "\n" not in str(error) and error.exit_code == 2
+    except SystemExit as stop:
+        assert not stop.code and {"--help", "-h"} & {*argv}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_any_command_line_gives_flags_or_one_line(script, examples):
+    @some(examples)
+    @given(command(script))
+    @example(["--resume", "x" * 300])
+    @example(["--help"])
+    def check(argv):
+        check_command(script, argv)
+
+    check()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_word_for_every_flag_gives_flags_or_one_line(script):
+    """Also nothing at all."""
+    words = [[], [""], ["-1"], ["nan"], ["٣"], ["x", "y"]]
+    for k, name in enumerate(hints(script)):
+        check_command(script, [f"--{name.replace('_', '-')}", *words[k % len(words)]])
