@@ -67,7 +67,7 @@ OUTSIDE = {  # of a range, by what it takes
 
 
 def ranges():
-    """Each flag that has a range, with the range."""
+    """Each flag that has a range, with its range, or the first of two."""
     for name, hint in typing.get_type_hints(ppo_llm.Args, include_extras=True).items():
         for part in [hint, *typing.get_args(hint)]:
             for limit in getattr(part, "__metadata__", ()):
@@ -75,7 +75,7 @@ def ranges():
                     yield name, limit.takes
 
 
-RANGES = dict(ranges())
+RANGES = dict(reversed([*ranges()]))
 
 
 @pytest.mark.parametrize("name", RANGES)

@@ -35,7 +35,7 @@ class WriteError(UserError):
 
 
 def write_checkpoint(folder, step, write, state, keep):
-    """Write <folder>/update_<step>, whole or not at all, then remove all but the `keep` newest.
+    """Write <folder>/update_<step>, whole or not at all, then remove those before it but for the `keep` newest.
 
     write(path) puts the agents there; `state` is a JSON object. Raises WriteError.
     """
@@ -53,7 +53,7 @@ def write_checkpoint(folder, step, write, state, keep):
         remove(final)
         os.replace(aside, final)
         sync(folder)
-        for old in checkpoints(folder)[:-keep]:
+        for old in [path for path in checkpoints(folder) if path.name <= final.name][:-keep]:
             remove(old)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -68,7 +68,7 @@ def checkpoints(folder):
 def remove(path):
     """Remove a folder, if it is there: first its name, so that no half of it is ever seen."""
     if path.exists():
-        gone = path.with_name(path.name + ".removed")
+        gone = path.with_name(path.name + ".removing")
         shutil.rmtree(gone, ignore_errors=True)
         os.replace(path, gone)
         shutil.rmtree(gone)
@@ -233,7 +233,7 @@ def read_json(path):
     """The object in a JSON file. Raises UserError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} can't be read as JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is to hold a JSON object, and holds {one_line(content, 80)}")

@@ -146,11 +146,20 @@ class Run:
 
     def begin(self):
         """Make the folder what it is after `step` updates: flags, rows of metrics, samples; nothing of an older run."""
-        self.rows = read_rows(self.folder / "metrics.csv")[: self.step] if self.step else []
+        samples = []
+        if self.step:
+            try:
+                self.rows = read_rows(self.folder / "metrics.csv")[: self.step]
+                samples = [s for s in read_lines(self.folder / "samples.jsonl") if s["update"] <= self.step]
+            except (ValueError, KeyError, TypeError) as error:
+                told = f"metrics.csv or samples.jsonl in {self.folder} has a line that can't be read"
+                raise UserError(f"{told}: {one_line(error)}") from error
         if len(self.rows) < self.step:
             raise UserError(f"{self.folder}/metrics.csv has {len(self.rows)} of the {self.step} updates that are done")
-        samples = read_lines(self.folder / "samples.jsonl") if self.step else []
-        samples = [sample for sample in samples if sample["update"] <= self.step]
+        if not self.step:
+            for path in outputs(self.folder):  # the flags first: without them the rest is no run
+                if not (self.args.resume and path.name == "config.json"):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         config = {"command": sys.argv, "args": dataclasses.asdict(self.args), "versions": versions()}
         config |= {"git_commit": git_commit()}
         write_whole(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -159,12 +168,8 @@ class Run:
             lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
             write_whole(self.folder / "samples.jsonl", "".join(lines))
             self.samples = samples[-200:]
-        else:
-            for path in outputs(self.folder):
-                if path.name != "config.json":
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         (self.folder / "checkpoints").mkdir(exist_ok=True)
-        for path in (self.folder / "checkpoints").glob("*.*"):  # half written, half removed
+        for path in (self.folder / "checkpoints").glob("update_*.*ing"):  # half written, half removed
             shutil.rmtree(path)
         if self.args.track:
             self.start_wandb(config)
@@ -408,6 +413,7 @@ def write_whole(path, text):
     aside = path.with_name(path.name + ".writing")
     with open(aside, "w", encoding="utf-8", newline="") as file:
         file.write(text)
+    sync(aside)
     os.replace(aside, path)
 
 
@@ -417,14 +423,18 @@ def in_columns(row, columns):
 
 def read_rows(path):
     """The whole rows of a metrics.csv: numbers by name, None where there is none."""
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.is_file() else ""
-    columns, *rows = [*csv.reader(io.StringIO(whole))] or [[]]
+    columns, *rows = [*csv.reader(whole_lines(path))] or [[]]
     return [{key: float(x) if x else None for key, x in zip(columns, row, strict=True)} for row in rows]
 
 
 def read_lines(path):
     """The whole lines of a file, each a JSON value."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]] if path.is_file() else []
+    return [json.loads(line) for line in whole_lines(path)]
+
+
+def whole_lines(path):
+    """The lines of a file, if there is one, but for a last one that was cut off."""
+    return [line.decode() for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
 
 
 def versions():
