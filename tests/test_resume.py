@@ -224,8 +224,8 @@ def damage(path):
 # --- Killed -----------------------------------------------------------------------------------------------------------
 
 
-def chaos(name, flags, folder, kills, seed, pace):
-    """Kill a run at random moments, going on with it each time, till it ends; then another, while kills are left.
+def chaos(name, flags, folder, kills, seed, pace, number=signal.SIGKILL):
+    """Stop a run at random moments, going on with it each time, till it ends; then another, while kills are left.
 
     Returns their folders.
     """
@@ -239,9 +239,9 @@ def chaos(name, flags, folder, kills, seed, pace):
                 until(process, lambda: "writing" in process.out())
             process.join(moments.uniform(0, 3 * pace))
             if process.exitcode is None:
-                os.kill(process.pid, signal.SIGKILL)
+                os.kill(process.pid, number)
         ended(process)
-        assert process.exitcode in (0, -signal.SIGKILL), process.err()
+        assert process.exitcode in (0, -number, 128 + number), process.err()
         if process.exitcode == 0:
             done.append(run)
             if not kills:
@@ -250,22 +250,25 @@ def chaos(name, flags, folder, kills, seed, pace):
             kills -= 1
 
 
-@pytest.mark.parametrize("case", SOME)
-def test_a_run_that_is_killed_again_and_again_gives_the_same_bits(case, command, small, uninterrupted, tmp_path):
+@pytest.mark.parametrize("case, number", [*((case, signal.SIGKILL) for case in SOME), ("ppo guess", signal.SIGTERM)])
+def test_a_run_that_is_killed_again_and_again_gives_the_same_bits(
+    case, number, command, small, uninterrupted, tmp_path
+):
     name, flags = command(case, small if "tldr" in case else "utils/tiny_lm")  # which says numbers: games go on
     whole = uninterrupted(name, flags)
-    for folder in chaos(name, flags, tmp_path, 3, SOME.index(case), whole.pace):
+    for folder in chaos(name, flags, tmp_path, 3, SOME.index(case), whole.pace, number):
         assert bits(folder) == bits(whole.folder)
     assert "tldr" in case or read_rows(whole.folder / "metrics.csv")[-1]["turns"] > 1
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("case", COMMANDS)
-def test_a_longer_run_that_is_killed_twenty_times_gives_the_same_bits(case, command, uninterrupted, tmp_path):
+def test_a_longer_run_that_is_killed_twenty_times_gives_the_same_bits(case, number, command, uninterrupted, tmp_path):
     name, flags = command(case, "utils/tiny_lm")
     flags += ["--num-train-epochs", "4"]  # 12 updates
     whole = uninterrupted(name, flags)
-    for folder in chaos(name, flags, tmp_path, 20, [*COMMANDS].index(case), whole.pace):
+    for folder in chaos(name, flags, tmp_path, 20, [*COMMANDS].index(case), whole.pace, number):
         assert bits(folder) == bits(whole.folder)
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import iac_llm
 import ippo_llm
 from ippo_llm import Args, main
 from utils.cli import TaskError, UserError, parse
+from utils.same import compare
 from utils.tasks import tldr
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -373,10 +375,16 @@ def test_bfloat16_autocast_and_weights_train(tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--eval-size 5", "--eval-size 5 --task number --num-turns 3 --max-new-tokens 4"])
-def test_two_processes_train_together(tmp_path, flags):
-    launch = "-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no "
-    launch += f"--dynamo_backend no ippo_llm.py {' '.join(SMALL)} {flags} --output-dir {tmp_path}/run"
-    run_script(*launch.split())
+def test_two_processes_train_together_and_go_on_to_the_same_bits(tmp_path, monkeypatch, flags):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    launch, flags = "-m torch.distributed.run --nproc-per-node 2 ippo_llm.py".split(), [*SMALL, *flags.split()]
+    run_script(*launch, *flags, "--output-dir", str(tmp_path / "whole"))
+    run_script(*launch, *flags, "--output-dir", str(tmp_path / "run"), "--save-interval", "1")
+    shutil.rmtree(tmp_path / "run/checkpoints/update_000002")
+    state = json.loads((tmp_path / "run/checkpoints/update_000001/state.json").read_text())
+    assert len(state["random"]) == 2 and state["random"][0] != state["random"][1]
+    run_script(*launch, "--resume", str(tmp_path / "run"))
+    assert all(compare(tmp_path / "whole", tmp_path / "run").values())
     rows = read_metrics(tmp_path / "run")
     assert [int(row["global_step"]) for row in rows] == [8, 16] and rows[-1]["eval/reward_mean"] != ""
     assert ("turn_1/reward_mean" in rows[0]) == ("number" in flags)
