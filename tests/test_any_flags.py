@@ -39,7 +39,7 @@ SIZES += "lora_rank rollout_buffer_size"
 TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), max_size=8)
 NAMES = "tldr number nosuch nosuch.py guess grid utils/tiny_lm tests . / latest q_proj a:b : utils.envs:nothing".split()
 TEXTS = st.one_of(TEXT, st.sampled_from([*NAMES, "", "x" * 300]))
-PLACES = st.text("abcxyzäß-_ .", min_size=1, max_size=8).map(lambda name: f"made/{name}")  # to write in, thus no other
+PLACES = st.text("abcxyzäß-_ .", min_size=1, max_size=8).map(lambda name: f"made/{name}")  # to write in
 INTEGERS = st.one_of(st.integers(-3, 40), st.sampled_from([-(2**63), 2**31, 2**32, 2**63, 10**20]))
 FLOATS = st.one_of(st.floats(), st.floats(0, 1), st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e-300, 1e300, -1.0]))
 

@@ -20,7 +20,7 @@ import iac_llm
 import ippo_llm
 from ippo_llm import Args, main
 from utils.cli import TaskError, UserError, parse
-from utils.same import compare
+from utils.same import compare, timeless
 from utils.tasks import tldr
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,11 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 def read_metrics(folder):
     with open(Path(folder) / "metrics.csv", newline="") as file:
         return list(csv.DictReader(file))
-
-
-def timeless(folder):
-    """metrics.csv without its time and speed columns, which no seed decides."""
-    return [{k: v for k, v in row.items() if "time" not in k and "second" not in k} for row in read_metrics(folder)]
 
 
 def task_of(**parts):
@@ -288,6 +283,12 @@ def test_help_explains_every_flag(script):
         assert f"--{name.replace('_', '-')}" in done.stdout
         (comment,) = re.findall(rf"^    {name}: .*  # (.+)$", source, flags=re.M)
         assert " ".join(comment.split()[:3]) in " ".join(done.stdout.replace("│", " ").split()), name
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="run can't be written: .*Not a directory"):
+        main(make_args(tmp_path, train_size=8, output_dir=str(tmp_path / "file/run")))
 
 
 def test_an_earlier_run_is_kept_unless_told(tmp_path):

@@ -101,8 +101,9 @@ class Run:
     def __enter__(self):
         try:
             if self.main_process:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self.lock = lock(self.folder)
+                with writing(self.folder):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    self.lock = lock(self.folder)
             if self.args.resume:
                 self.restore()
             if self.main_process:
