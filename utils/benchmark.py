@@ -1,0 +1,275 @@
+"""Run a command on several tasks and seeds, each in a process of its own, some at a time, and keep a record of it.
+
+    python -m utils.benchmark --command "python ippo_llm.py --use-separate-critic" --tasks tldr number --seeds 1 2 3
+
+Of tldr, seed 1, <output-dir>/<name>/tldr__1/ is the run folder, and tldr__1.log beside it has what the run said.
+A run that fails is told, and the others go on. Given again, the command leaves finished runs as they are, and goes on
+with those that were stopped. <output-dir>/manifest.json says of every run how it was made: command, commit, versions,
+machine, wall time, and a digest of its metrics (those of time aside) that is the same wherever the metrics are.
+
+Where CUDA_VISIBLE_DEVICES names several GPUs, workers take one each, in turns.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from utils.cli import Stopped, UserError, command_line, one_line
+from utils.ranges import Count, check_ranges
+from utils.run import write_whole, writing
+from utils.same import timeless
+
+OWN = ("--seed", "--task", "--output-dir", "--resume", "--overwrite")  # flags that a run gets from here
+
+
+class Failed(UserError):
+    """A run failed; the others went on."""
+
+    exit_code = 1
+
+
+@dataclass
+class BenchmarkArgs:
+    """What is run, how often, and where."""
+
+    command: str = ""  # required: a script and its flags but for task, seed and folder: "python iac_llm.py --kl-coef 0"
+    tasks: tuple[str, ...] = ()  # values of --task; none: what the command says, or the script's own
+    seeds: tuple[int, ...] = (1, 2, 3)  # values of --seed
+    workers: Count = 1  # runs at a time
+    threads: Count = 1  # threads of each run on the CPU; metrics may differ in their last digits with their number
+    name: str | None = None  # name of the command's folder; none: made from the command
+    output_dir: str = "runs/benchmark"  # folder of the runs and of manifest.json
+    slurm_template: bool = False  # print a Slurm job script that makes the same runs, and run nothing
+
+
+@dataclass
+class Args(BenchmarkArgs):
+    """All flags."""
+
+
+@dataclass
+class Job:
+    """A run to make: its folder is <output-dir>/<name>."""
+
+    name: str
+    argv: list  # the command, task and seed included, folder not
+    resumable: bool = True  # whether the command knows --resume
+    process: subprocess.Popen | None = field(default=None, repr=False)
+    slot: int = 0
+    started: float = 0.0
+
+
+def jobs_of(args):
+    """A Job for every task and seed. Raises UserError for a command that can't be run so."""
+    try:
+        words = shlex.split(args.command)
+    except ValueError as error:
+        raise UserError(f"--command {args.command} is no command line: {error}") from error
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script is None or not Path(script).is_file():
+        raise UserError(f'--command takes "python SCRIPT.py --flags"; {args.command or "nothing"} names no script here')
+    for word in words:
+        flag = word.split("=")[0].replace("_", "-")
+        if flag in OWN or (flag == "--task" and args.tasks):
+            raise UserError(f"--command has {flag}, which each run gets from --tasks, --seeds and --output-dir")
+    flags = [word.strip("-") for word in words[words.index(script) + 1 :]]
+    name = args.name or re.sub(r"[^\w.-]+", "_", "_".join([Path(script).stem, *flags]))
+    if name != Path(name).name:
+        raise UserError(f"--name takes the name of a folder, got {name}")
+    if not args.seeds or min(args.seeds) < 0:
+        raise UserError(f"--seeds takes numbers of 0 or more, got {shlex.join(map(str, args.seeds)) or 'none'}")
+    jobs = {}
+    for task in args.tasks or (None,):
+        for seed in args.seeds:
+            folder = f"{name}/{Path(task).stem if task else 'run'}__{seed}"
+            if folder in jobs:
+                raise UserError(f"--tasks and --seeds name {folder} twice")
+            jobs[folder] = Job(folder, [*words, *(["--task", task] if task else []), "--seed", str(seed)])
+    return [*jobs.values()]
+
+
+def run_jobs(jobs, output_dir, workers=1, threads=1):
+    """Make the runs that are not finished, so many at a time; returns the names of those that failed.
+
+    SIGINT and SIGTERM let the runs under way save and end, then raise Stopped; a second one ends them at once. Raises
+    UserError for a finished run of another command.
+    """
+    output_dir, known = Path(output_dir), manifest(output_dir)
+    with writing(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+    for job in jobs:
+        there = known.get(job.name, {}).get("command", shlex.join(job.argv))
+        if there != shlex.join(job.argv):
+            raise UserError(f"{output_dir / job.name} is of another command, {there}: give another --name or folder")
+    waiting = deque(job for job in jobs if known.get(job.name, {}).get("status") != "finished")
+    tqdm.write(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are finished; {workers} at a time, in {output_dir}")
+    active, failed, slots, signals, passed_on = [], [], deque(range(workers)), [], 0
+    look = {"bar_format": "{desc}", "dynamic_ncols": True, "leave": False, "disable": None}  # None: on a terminal alone
+    lines = [tqdm(position=slot, **look) for slot in slots]
+    handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while active or (waiting and not signals):
+            while waiting and slots and not signals:
+                job = waiting.popleft()
+                job.slot = slots.popleft()
+                start(job, output_dir, threads)
+                active.append(job)
+            time.sleep(0.2)
+            if passed_on < len(signals):
+                for job in active:
+                    job.process.kill() if passed_on else job.process.terminate()
+                passed_on += 1
+            for job in active[:]:
+                lines[job.slot].set_description_str(f"{job.name}  {last_line(output_dir, job)}")
+                if job.process.poll() is not None:
+                    active.remove(job)
+                    slots.append(job.slot)
+                    status = "finished" if job.process.returncode == 0 else "stopped" if signals else "failed"
+                    failed += [job.name] if status == "failed" else []
+                    record(job, output_dir, status, threads, workers)
+    finally:
+        for job in active:  # where an error of this process ended the loop
+            job.process.terminate()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for line in lines:
+            line.close()
+    if signals:
+        raise Stopped("the runs under way are saved; the same command goes on with them", signals[0])
+    return failed
+
+
+def start(job, output_dir, threads):
+    """Begin a run, or go on with it where some of it is there."""
+    folder = output_dir / job.name
+    begun = job.resumable and (folder / "config.json").is_file()
+    python = [sys.executable] if re.fullmatch(r"python[\d.]*", job.argv[0]) else [job.argv[0]]
+    argv = [*python, *job.argv[1:], "--resume" if begun else "--output-dir", str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if len(gpus) > 1:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[job.slot % len(gpus)]
+    tqdm.write(f"{'going on' if begun else 'starting'}  {job.name}")
+    job.started = time.time()
+    with writing(output_dir):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        log = open(f"{folder}.log", "a" if begun else "w")
+    with log:
+        says = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, "env": environment}
+        try:  # in a session of its own, so that Ctrl-C comes from here, once
+            job.process = subprocess.Popen(argv, **says, start_new_session=True)
+        except OSError as error:
+            raise UserError(f"--command: {argv[0]} can't be run: {error.strerror}") from error
+
+
+def last_line(output_dir, job):
+    """The last thing that a run said, its progress bar most of the time; with what it came to where it is no more."""
+    with open(f"{output_dir / job.name}.log", "rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
+        said = log.read().decode(errors="replace")
+    return ([""] + [line.strip() for line in re.split(r"[\r\n]", said) if line.strip()])[-1]
+
+
+def record(job, output_dir, status, threads, workers):
+    """Tell how a run ended, and write it to manifest.json."""
+    folder, seconds = output_dir / job.name, time.time() - job.started
+    with writing(output_dir), locked(output_dir):
+        runs = manifest(output_dir)
+        earlier = runs.get(job.name, {}).get("seconds", 0.0) if "--resume" in job.process.args else 0.0
+        entry = {"command": shlex.join(job.argv), "status": status, "exit_code": job.process.returncode}
+        entry |= {"seconds": round(earlier + seconds, 1), "ended": time.strftime("%Y-%m-%d %H:%M:%S")}
+        entry |= {"threads": threads, "workers": workers, "machine": machine()}
+        if status == "finished":
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            entry |= {"commit": config["git_commit"], "versions": config["versions"], "metrics": digest(folder)}
+        runs[job.name] = entry
+        lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(runs.items())]
+        write_whole(output_dir / "manifest.json", "{\n" + ",\n".join(lines) + "\n}\n")
+    said = f": {one_line(last_line(output_dir, job))} (all in {folder}.log)" if status == "failed" else ""
+    tqdm.write(f"{status.upper() if said else status}  {job.name}, {seconds:.0f} s{said}")
+
+
+@contextlib.contextmanager
+def locked(output_dir):
+    """Within it, no other process writes the manifest."""
+    with open(output_dir / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def manifest(output_dir):
+    """What manifest.json says of the runs, by name. Raises UserError where it can't be read."""
+    path = Path(output_dir) / "manifest.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read: {one_line(error)}") from error
+
+
+def digest(folder):
+    """SHA-256 of the metrics of a run, the columns of time and speed aside."""
+    return hashlib.sha256(json.dumps(timeless(folder)).encode()).hexdigest()
+
+
+def machine():
+    """The processor, its cores, the system and the GPUs, as far as they tell."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    found = {"cpu": cpu, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        found["gpus"] = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+    return found
+
+
+def slurm_script(args, jobs):
+    """A job array for Slurm's sbatch, a run in each job; they record themselves in one manifest."""
+    tasks, seeds = (shlex.join(map(str, values)) for values in (args.tasks or ("",), args.seeds))
+    own = ["--command", args.command, "--name", Path(jobs[0].name).parts[0], "--output-dir", args.output_dir]
+    own += ["--threads", str(args.threads)]
+    task = "--tasks ${tasks[SLURM_ARRAY_TASK_ID / ${#seeds[@]}]} " if args.tasks else ""
+    return f"""#!/bin/bash
+#SBATCH --job-name={own[3]}
+#SBATCH --array=0-{len(jobs) - 1}%{args.workers}
+#SBATCH --cpus-per-task={args.threads}
+##SBATCH --gpus-per-task=1
+#SBATCH --mem-per-cpu=4G
+#SBATCH --time=24:00:00
+
+tasks=({tasks})
+seeds=({seeds})
+python -m utils.benchmark {shlex.join(own)} \\
+    {task}--seeds ${{seeds[SLURM_ARRAY_TASK_ID % ${{#seeds[@]}}]}}
+"""
+
+
+def main(args):
+    """Make the runs that the flags name, or print the job script. Exits with code 1 where one failed."""
+    check_ranges(args)
+    jobs = jobs_of(args)
+    if args.slurm_template:
+        print(slurm_script(args, jobs), end="")
+        return
+    failed = run_jobs(jobs, args.output_dir, args.workers, args.threads)
+    print(f"{len(jobs) - len(failed)} of {len(jobs)} runs are finished; {Path(args.output_dir) / 'manifest.json'}")
+    if failed:
+        raise Failed(f"{len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    command_line(main, Args, __doc__)
