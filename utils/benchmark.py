@@ -33,7 +33,7 @@ from utils.ranges import Count, check_ranges
 from utils.run import write_whole, writing
 from utils.same import timeless
 
-OWN = ("--seed", "--task", "--output-dir", "--resume", "--overwrite")  # flags that a run gets from here
+OWN = ("--seed", "--output-dir", "--resume", "--overwrite")  # flags that a run gets from here
 
 
 class Failed(UserError):
@@ -67,7 +67,8 @@ class Job:
 
     name: str
     argv: list  # the command, task and seed included, folder not
-    resumable: bool = True  # whether the command knows --resume
+    python: str = sys.executable  # what runs it, where its first word is python
+    resumable: bool = True  # whether the command knows --resume; else --overwrite begins a stopped run anew
     process: subprocess.Popen | None = field(default=None, repr=False)
     slot: int = 0
     started: float = 0.0
@@ -156,9 +157,10 @@ def run_jobs(jobs, output_dir, workers=1, threads=1):
 def start(job, output_dir, threads):
     """Begin a run, or go on with it where some of it is there."""
     folder = output_dir / job.name
-    begun = job.resumable and (folder / "config.json").is_file()
-    python = [sys.executable] if re.fullmatch(r"python[\d.]*", job.argv[0]) else [job.argv[0]]
-    argv = [*python, *job.argv[1:], "--resume" if begun else "--output-dir", str(folder)]
+    begun = (folder / "config.json").is_file()
+    program = job.python if re.fullmatch(r"python[\d.]*", job.argv[0]) else job.argv[0]
+    where = ["--resume", str(folder)] if begun and job.resumable else ["--output-dir", str(folder)]
+    argv = [program, *job.argv[1:], *where, *(["--overwrite"] if begun and not job.resumable else [])]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if len(gpus) > 1:
@@ -197,8 +199,7 @@ def record(job, output_dir, status, threads, workers):
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             entry |= {"commit": config["git_commit"], "versions": config["versions"], "metrics": digest(folder)}
         runs[job.name] = entry
-        lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(runs.items())]
-        write_whole(output_dir / "manifest.json", "{\n" + ",\n".join(lines) + "\n}\n")
+        write_manifest(output_dir, runs)
     said = f": {one_line(last_line(output_dir, job))} (all in {folder}.log)" if status == "failed" else ""
     tqdm.write(f"{status.upper() if said else status}  {job.name}, {seconds:.0f} s{said}")
 
@@ -218,6 +219,12 @@ def manifest(output_dir):
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read: {one_line(error)}") from error
+
+
+def write_manifest(output_dir, runs):
+    """Write manifest.json, a line for each run."""
+    lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(runs.items())]
+    write_whole(Path(output_dir) / "manifest.json", "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def digest(folder):

@@ -10,11 +10,16 @@ import sys
 from pathlib import Path
 
 
+def is_time(column):
+    """Whether a column of metrics is of time or speed, which differ from run to run."""
+    return column.startswith("time/") or "per_second" in column
+
+
 def timeless(folder):
     """The rows of a run's metrics.csv as text, without the columns of time and speed."""
     with open(Path(folder) / "metrics.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    return [{k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k} for row in rows]
+    return [{name: value for name, value in row.items() if not is_time(name)} for row in rows]
 
 
 def compare(one, other):
@@ -25,7 +30,8 @@ def compare(one, other):
     )
     same = {"metrics.csv": all((run / "metrics.csv").is_file() for run in (one, other))}
     same["metrics.csv"] = same["metrics.csv"] and timeless(one) == timeless(other)
-    for name in ["samples.jsonl", *names]:
+    samples = ["samples.jsonl"] * any((run / "samples.jsonl").exists() for run in (one, other))
+    for name in samples + names:
         pair = [run / name for run in (one, other)]
         same[name] = all(path.is_file() for path in pair) and pair[0].read_bytes() == pair[1].read_bytes()
     return same
