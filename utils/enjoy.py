@@ -1,0 +1,433 @@
+"""See what a finished run's agents write, beside what the untouched model writes on the same held-out items.
+
+    python -m utils.enjoy RUN                               four held-out items in the terminal, with their rewards
+    python -m utils.enjoy RUN --items 8 --html page.html    and as a page that needs no other file
+    python -m utils.enjoy RUN --prompt "Say a number."      a prompt of your own, for which there is no reward
+
+Task, items, models and sampling are the run's, from RUN/config.json; the same command prints the same again.
+"""
+
+import base64
+import contextlib
+import html
+import io
+import itertools
+import os
+import shlex
+import shutil
+import textwrap
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import torch
+import transformers
+import tyro
+from accelerate.utils import set_seed
+
+from utils.adapters import add_adapters, check_base, load_adapter, read_config
+from utils.checkpoint import WriteError, read_json
+from utils.cli import UserError, command_line, one_line
+from utils.envs import Games, load_env
+from utils.episodes import Episodes, call
+from utils.models import check_model, load_model, load_tokenizer, per_agent
+from utils.prompts import encode_prompts, end_tokens, render, reply
+from utils.ranges import Count, Natural, Positive, check_ranges
+from utils.run import draw_curves, read_rows, write_whole
+from utils.tasks import load_datasets, load_task
+
+TEAMS, ROWS = ("untouched", "trained"), 64  # prompts answered at once
+# Flags of a run that must be there, with their types, and what stands for those that only some scripts have
+NEEDED = dict(seed=int, model=(str, list), num_agents=int, num_train_epochs=int, eval_size=int, trust_remote_code=bool)
+NEEDED |= dict(temperature=(int, float), top_p=(int, float), top_k=int, num_turns=int, max_new_tokens=int)
+NEEDED |= dict(dtype=str, mixed_precision=str, attn_implementation=str)
+ABSENT = dict(env=None, task=None, do_sample=True, min_p=0.0, repetition_penalty=1.0, min_output_tokens=0)
+ABSENT |= dict(max_model_len=None, early_termination_threshold=None, reward_timeout=None)
+
+
+@dataclass
+class EnjoyArgs:
+    """What is shown, and how it is sampled."""
+
+    run: tyro.conf.Positional[str] = ""  # folder of a finished run
+    items: Count = 4  # held-out items, or seeds of the environment: the first of the run's
+    prompt: str | None = None  # a prompt of your own in their place
+    html: str | None = None  # a page to write too; what is there is replaced
+    seed: Natural = 1  # seed of the sampling, the same for both teams
+    do_sample: bool = True  # sample as the run did; --no-do-sample: take the likeliest token
+    temperature: Positive | None = None  # the logits are divided by it; none: as in the run
+
+
+@dataclass
+class Args(EnjoyArgs):
+    """All flags."""
+
+
+@dataclass
+class Writer:
+    """A model and its tokenizer; where the model has adapters, the one that is on, or none."""
+
+    model: Any
+    tokenizer: Any
+    adapter: str | None = None
+
+
+def read_run(run):
+    """A finished run's config.json, and its flags, under one name for all scripts. Raises UserError."""
+    path = Path(run) / "config.json"
+    if not os.path.isfile(path):  # False too for what can be no name
+        there = "it has no config.json" if os.path.isdir(run) else "there is no such folder"
+        raise UserError(f"a run's folder is needed, and {run or 'none'} is none: {there}")
+    flags = (config := read_json(path)).get("args")
+    flags = ABSENT | (flags if isinstance(flags, dict) else {})
+    flags["env"] = None if flags["task"] else flags["env"] or "guess"
+    flags.setdefault("num_turns", flags.get("max_turns") or (1 if flags["task"] else 6))
+    flags.setdefault("max_new_tokens", flags.get("max_output_tokens"))
+    for name, kind in NEEDED.items():
+        if not isinstance(flags.get(name), kind):
+            raise UserError(f"{path} is not of these scripts: {name} is {one_line(repr(flags.get(name)), 80)}")
+    if not torch.cuda.is_available():
+        flags["attn_implementation"] = flags["attn_implementation"].replace("flash_attention_2", "sdpa")
+    try:
+        script, rows = Path(config["command"][0]).name, read_rows(path.parent / "metrics.csv")
+        updates = int(flags["num_train_epochs"] * len(rows) / rows[-1]["epoch"] + 1e-3) if rows else 1
+    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"{run} has no config.json and metrics.csv that can be read: {one_line(error)}") from error
+    missing = [i for i in range(flags["num_agents"]) if not (path.parent / f"agent_{i}").is_dir()]
+    if len(rows) < updates or missing:
+        told = f"{len(rows)} of {updates} updates are done" if rows else "no update is done"
+        told += f", and there is no agent_{missing[0]}" if missing else ""
+        raise UserError(f"{run} is not finished: {told}; go on with: python {script} --resume {run}")
+    return config, SimpleNamespace(**flags)
+
+
+def load_teams(run, args):
+    """What the run's agents started from, and the agents, N writers each. Raises UserError."""
+    names = per_agent("--model", args.model, args.num_agents)
+    folders = [Path(run) / f"agent_{i}" for i in range(args.num_agents)]
+    for name in dict.fromkeys(names):
+        check_model(name, "--model", args.trust_remote_code)
+
+    def load(name, *flag):
+        model = load_model(args, str(name), None, *flag)
+        return Writer(model.to("cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(args, str(name)))
+
+    bases = {name: load(name) for name in dict.fromkeys(names)}
+    untouched = [bases[name] for name in names]
+    if not hasattr(args, "lora_rank"):
+        return untouched, [load(path, "the agent in") for path in folders]
+    adapters, base = [f"agent_{i}_actor" for i in range(args.num_agents)], untouched[0]
+    for path in folders:
+        check_base(path, base.model, names[0])
+    config = read_config(folders[0] / "actor")
+    config.base_model_name_or_path = None
+    base.model = add_adapters(base.model, config, adapters)
+    for path, adapter in zip(folders, adapters):
+        load_adapter(path / "actor", base.model, adapter)
+    return untouched, [Writer(base.model, base.tokenizer, adapter) for adapter in adapters]
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def answer(writer, ids, mask, args):
+    """Continue B prompts, [B, P] with their mask: B lists of new ids, of which the last may be an end."""
+    model, new, ends = writer.model, [], end_tokens(writer.model, writer.tokenizer)
+    how = {"max_new_tokens": args.max_new_tokens, "min_new_tokens": args.min_output_tokens, "eos_token_id": ends}
+    how |= {"pad_token_id": writer.tokenizer.pad_token_id, "repetition_penalty": float(args.repetition_penalty)}
+    if args.do_sample:
+        how |= {"temperature": float(args.temperature), "top_p": float(args.top_p), "top_k": args.top_k}
+        how |= {"do_sample": True, "min_p": args.min_p or None}
+    ids = torch.where(mask > 0, ids, ids.gather(1, mask.argmax(1, keepdim=True)))  # no padding to be penalised
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autocast(ids.device.type, torch.bfloat16, args.mixed_precision == "bf16"))
+        if isinstance(model, peft.PeftModel):
+            model.set_adapter(writer.adapter) if writer.adapter else stack.enter_context(model.disable_adapter())
+            model = model.get_base_model()
+        model.generation_config = transformers.GenerationConfig(**how)  # in place of what came with the model
+        for rows, attention in zip(ids.split(ROWS), mask.split(ROWS)):
+            new += model.generate(input_ids=rows, attention_mask=attention)[:, ids.shape[1] :].tolist()
+    return [row[: next((k + 1 for k, token in enumerate(row) if token in ends), len(row))] for row in new]
+
+
+def write(writer, prompts, args):
+    """The answers to B prompts, strings with special tokens included."""
+    encoded = encode_prompts(prompts, writer.tokenizer, writer.model, args.max_new_tokens)
+    return writer.tokenizer.batch_decode(answer(writer, *encoded, args), skip_special_tokens=True)
+
+
+def play_task(team, task, items, args):
+    """An episode of each item."""
+    episodes, rewards = Episodes(task, items, args), [[[] for _ in team] for _ in items]
+    while episodes.running:
+        numbers = [*episodes.running]
+        prompts = [episodes.prompts(i, writer.tokenizer) for i, writer in enumerate(team)]
+        texts = [write(writer, asked, args) for writer, asked in zip(team, prompts)]
+        for i, given in enumerate(episodes.play(texts, prompts)[0]):
+            for k, reward in zip(numbers, given):
+                rewards[k][i].append(reward)
+    asked = [[[*map(last_said, prompts)] for prompts in of_item] for of_item in episodes.asked]
+    return [episode(*parts) for parts in zip(rewards, asked, episodes.answered)]
+
+
+def play_env(team, factory, items, args):
+    """An episode of each item, a seed, of one agent; what is said to it are the observations."""
+    games = Games(factory, [item["seed"] for item in items], args.num_turns, args.reward_timeout)
+    (writer,), ids, asked, texts = team, {}, [[] for _ in items], [[] for _ in items]
+    model, tokenizer = writer.model, writer.tokenizer
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokenizer.model_max_length
+    while games.running:
+        playing = [*games.running]
+        for k in playing:
+            asked[k].append(games.observations[k])
+            if k not in ids:
+                first = render([{"role": "user", "content": asked[k][0]}], tokenizer)
+                ids[k] = tokenizer(first, add_special_tokens=False).input_ids
+        padded = tokenizer.pad({"input_ids": [ids[k] for k in playing]}, padding_side="left", return_tensors="pt")
+        answers = answer(writer, *(padded[name].to(model.device) for name in ("input_ids", "attention_mask")), args)
+        said = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        games.step(said)
+        for k, new, text in zip(playing, answers, said):
+            texts[k].append(text)
+            if k in games.running:
+                ids[k] = ids[k] + new + reply(games.observations[k], new[-1], tokenizer)
+                if len(ids[k]) + args.max_new_tokens > min(args.max_model_len or room, room):
+                    games.stop(k)
+    played = enumerate(zip(games.rewards, asked, texts))
+    return [episode(*([part] for part in parts), games.dropped.get(k)) for k, parts in played]
+
+
+def play_prompt(team, task, items, args):
+    """Each agent's answer to a prompt of the user's, put as the task puts an item's where it can."""
+    asked, texts, (item,) = [], [], items
+    formatters = getattr(task, "formatters", None)
+    formatters = formatters if isinstance(formatters, (list, tuple)) else [formatters] * len(team)
+    for i, (writer, formatter) in enumerate(zip(team, formatters)):
+        prompt = [{"role": "user", "content": item["prompt"]}]
+        with contextlib.suppress(Exception):  # a formatter that wants more of an item, or none
+            formatted = call(formatter, item, agent=i, num_agents=len(team))
+            prompt = formatted if item["prompt"] in last_said(formatted) else prompt
+        asked.append([last_said(prompt)])
+        texts.append(write(writer, [render(prompt, writer.tokenizer)], args))
+    return [episode([[] for _ in team], asked, texts, "a prompt of your own has none")]
+
+
+def last_said(prompt):
+    """What a prompt, text or chat messages, says last."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def episode(rewards, prompts, completions, note=None):
+    """An episode as a dict; a note says why there is no reward."""
+    reward = None if note else sum(map(sum, rewards)) / len(rewards)
+    return {"reward": reward, "rewards": rewards, "prompts": prompts, "completions": completions, "note": note}
+
+
+def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None):
+    """What both teams write, a dict for each item: the `item`, and the episodes of `untouched` and `trained`.
+
+    An episode has the team's `reward` (or None, and a `note` that says why) and, lists of N lists over the turns,
+    `rewards`, `prompts` (what was said to an agent last) and `completions`. Raises UserError.
+    """
+    _, args = read_run(run)
+    args.do_sample, args.temperature = do_sample and args.do_sample, temperature or args.temperature
+    if prompt is not None and (not prompt.strip() or prompt != prompt.encode(errors="replace").decode()):
+        raise UserError(f"--prompt takes a text, got {one_line(ascii(prompt), 80)}")
+    if args.task:
+        play, subject = play_task, load_task(args.task, args.num_agents, args.num_turns)
+        chosen = load_datasets(subject, args, 0)[1] if prompt is None else []
+        chosen = [chosen[k] for k in range(min(items, len(chosen)))]
+    else:
+        play, subject = play_env, load_env(args.env, args.num_turns)[0]
+        chosen = [{"seed": 500_000 + 1_000_000 * args.seed + k} for k in range(items)]
+    if prompt is not None:
+        play, chosen = play_prompt, [{"prompt": prompt}]
+    if not chosen:
+        raise UserError(f"--task {args.task} has no held-out items; --prompt takes one of your own")
+    played = []
+    for team in load_teams(run, args):
+        set_seed(seed)
+        played.append(play(team, subject, chosen, args))
+    return [{"item": item} | dict(zip(TEAMS, pair)) for item, *pair in zip(chosen, *played)]
+
+
+# --- Showing ----------------------------------------------------------------------------------------------------------
+
+
+def mean_rewards(samples):
+    """(Each team's mean reward over the samples in which both have one, by name, how many these are in words)."""
+    pairs = [[sample[name]["reward"] for name in TEAMS] for sample in samples]
+    pairs = [pair for pair in pairs if None not in pair]
+    means = {name: sum(x) / len(x) for name, x in zip(TEAMS, zip(*pairs))}
+    return means, f"mean reward over {len(pairs)} item{'s' * (len(pairs) != 1)}"
+
+
+def earned(team):
+    return f"no reward: {team['note']}" if team["note"] else f"reward {team['reward']:.3f}"
+
+
+def turns(team, agent):
+    """What an agent was told and wrote in each turn, and what it earned, where the team's reward does not say it."""
+    rewards = team["rewards"]
+    known = team["note"] or len(rewards[agent]) == 1 and len({*map(tuple, rewards)}) == 1
+    told = [""] * len(team["completions"][agent]) if known else [f"reward {x:.3f}" for x in rewards[agent]]
+    return zip(team["prompts"][agent], team["completions"][agent], told)
+
+
+def facts(item):
+    """What an item holds, as pairs of texts."""
+    return [(str(k), str(v)) for k, v in item.items()] if isinstance(item, dict) else [("item", str(item))]
+
+
+def printable(text):
+    """A text with U+FFFD for what steers a terminal, and for what no file takes."""
+    bad = {c for c in text if unicodedata.category(c) in ("Cc", "Cs")} - {"\n", "\t"}
+    return "".join("\N{REPLACEMENT CHARACTER}" if c in bad else c for c in text)
+
+
+def as_text(samples, width=None):
+    """The samples for a terminal, the two teams in columns."""
+    width = width or min(160, shutil.get_terminal_size((120, 24)).columns)
+    column, lines = max(20, (width - 3) // 2), []
+    for k, sample in enumerate(samples, 1):
+        lines += ["", f"--- item {k} of {len(samples)} ".ljust(width, "-")]
+        lines += [line for fact in facts(sample["item"]) for line in textwrap.wrap(": ".join(fact), width)]
+        for agent in range(len(sample["trained"]["completions"])):
+            cells = [["", f"agent {agent}, {name}:"] for name in TEAMS]
+            for cell, name in zip(cells, TEAMS):
+                for turn, (prompt, text, reward) in enumerate(turns(sample[name], agent)):
+                    cell += [f"> {one_line(prompt, column - 2)}"] if turn else []
+                    text += f"  ({reward})" if reward else ""
+                    cell += [line for part in text.split("\n") for line in textwrap.wrap(part, column)]
+            for row in itertools.zip_longest(*cells, fillvalue=""):
+                lines.append(" | ".join(text.ljust(column) for text in row).rstrip(" |"))
+        lines += ["", *(f"{name}: {earned(sample[name])}" for name in TEAMS)]
+    means, title = mean_rewards(samples)
+    lines += ["", f"{title}: " + ", ".join(f"{name} {x:.3f}" for name, x in means.items())] if means else []
+    return printable("\n".join(lines))
+
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2430; --soft: #566072; --paper: #fff; --card: #f4f6f8; --line: #c9d0d9;
+  --mark: #0a5bab }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ee; --soft: #a4adba; --paper: #14181e; --card: #1d232b; --line: #46515e; --mark: #7db8f5 } }
+* { box-sizing: border-box }
+body { margin: 0 auto; max-width: 72rem; padding: 2rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.55 system-ui, sans-serif; overflow-wrap: anywhere }
+h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .5rem } h2 { font-size: 1.25rem; margin: 2.5rem 0 1rem }
+h3, h4 { font-size: 1rem; margin: 0 0 .5rem } h4, dt, summary, .soft { color: var(--soft); font-size: .875rem }
+p, dd, b { display: block; white-space: pre-wrap; margin: 0 0 .5rem } summary { cursor: pointer; margin: 0 0 .5rem }
+figure { margin: 1.5rem 0; overflow-x: auto } img { display: block; width: 100%; min-width: 40rem; background: #fff }
+article { border-top: 1px solid var(--line); padding: 1.25rem 0 .25rem }
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; margin: .5rem 0 1.25rem }
+.side { background: var(--card); border-left: 4px solid var(--line); padding: .75rem 1rem .25rem; min-width: 0 }
+.trained { border-color: var(--mark) } .trained h4, .trained b { color: var(--mark) }
+dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 0 1.25rem; margin: .5rem 0 }
+@media (max-width: 40rem) { .pair, dl { grid-template-columns: minmax(0, 1fr) } }
+"""
+HEAD = """<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+"""
+
+
+def tag(name, inner, kind=""):
+    """An element around what is HTML already."""
+    return f'<{name} class="{kind}">{inner}</{name}>\n' if kind else f"<{name}>{inner}</{name}>\n"
+
+
+def safe(text):
+    """Any text as HTML that shows it."""
+    return html.escape(printable(str(text)))
+
+
+def table(pairs):
+    return tag("dl", "".join(tag("dt", safe(name)) + tag("dd", safe(text)) for name, text in pairs))
+
+
+def told(title, prompt):
+    """What was said to an agent, folded where it is long."""
+    text = tag("p", safe(prompt), "soft")
+    return tag("details", tag("summary", title) + text) if len(prompt) > 100 else text
+
+
+def beside(titles, inners):
+    """The two teams' parts in columns."""
+    sides = [tag("div", tag("h4", safe(t)) + x, f"side {name}") for t, x, name in zip(titles, inners, TEAMS)]
+    return tag("div", "".join(sides), "pair")
+
+
+def dialogue(team, agent):
+    """All turns of an agent, but for what was said to it first."""
+    shown = ""
+    for turn, (prompt, text, reward) in enumerate(turns(team, agent)):
+        shown += told("what it was told", prompt) if turn else ""
+        shown += tag("p", (safe(text) if text.strip() else "(nothing)") + f' <span class="soft">{reward}</span>')
+    return shown
+
+
+def curves(run):
+    """A run's curves.png, or the same drawn anew, as the URL that holds it. Raises UserError."""
+    file = io.BytesIO()
+    try:
+        if (run / "curves.png").is_file():
+            file.write((run / "curves.png").read_bytes())
+        else:
+            rows = read_rows(run / "metrics.csv")
+            draw_curves(rows, file, run.name, "fitness" if "fitness" in rows[0] else "eval/reward_mean")
+    except (OSError, KeyError, TypeError) as error:
+        raise UserError(f"{run} has no curves that can be read or drawn: {one_line(error)}") from error
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def page(run, samples):
+    """What `show` found as a page of HTML that needs no other file, no network, no script. Raises UserError."""
+    (config, args), run, (means, title) = read_run(run), Path(run).resolve(), mean_rewards(samples)
+    models = ", ".join(dict.fromkeys(per_agent("--model", args.model, args.num_agents)))
+    body = tag("h1", safe(run.name)) + tag("p", safe(f"What its agents write, beside the untouched {models}."))
+    body += beside([f"{title}, {name}" for name in means], [tag("b", f"{x:.3f}") for x in means.values()])
+    image = f'<img alt="Curves of the run: rewards, lengths and losses, update by update" src="{curves(run)}">'
+    body += f'<figure tabindex="0">{image}</figure>\n' + tag("h2", "What they write")
+    for k, sample in enumerate(samples, 1):
+        teams, inner = [sample[name] for name in TEAMS], tag("h3", f"Item {k} of {len(samples)}")
+        inner += table(facts(sample["item"]))
+        for agent, prompts in enumerate(teams[1]["prompts"]):
+            inner += told(f"what agent {agent} was told", prompts[0]) if prompts else ""
+            inner += beside([f"agent {agent}, {name}" for name in TEAMS], [dialogue(team, agent) for team in teams])
+        rewards = [tag("b", safe(earned(team))) for team in teams]
+        body += tag("article", inner + beside(TEAMS, rewards))
+    chosen = "task env dataset num_agents num_turns max_new_tokens num_train_epochs seed temperature".split()
+    how = [("command", shlex.join(["python", *map(str, config["command"])])), ("commit", config.get("git_commit"))]
+    how += [("model", models)]
+    how += [(name, getattr(args, name)) for name in chosen if getattr(args, name, None) is not None]
+    how += [("versions", str(config.get("versions")).strip("{}").replace("'", ""))]
+    flags = tag("details", tag("summary", "all flags") + table(config["args"].items()))
+    body += tag("h2", "How it was trained") + table(how) + flags
+    head = HEAD + tag("title", f"{safe(run.name)}: trained and untouched") + tag("style", STYLE)
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}</head>\n<body>\n{body}</body>\n</html>\n'
+
+
+def main(args):
+    """Show what the teams write, and write the page if one is asked for; returns what `show` does."""
+    check_ranges(args)
+    file = Path(args.html or "page.html")
+    if os.path.isdir(file) or not os.path.isdir(file.parent):
+        raise UserError(f"--html takes a file to write, in a folder that is there, got {one_line(file, 80)}")
+    samples = show(args.run, args.items, args.prompt, args.seed, args.do_sample, args.temperature)
+    print(as_text(samples))
+    if args.html:
+        try:
+            write_whole(file, page(args.run, samples))
+        except OSError as error:
+            raise WriteError(f"--html {one_line(file, 80)} can't be written: {error.strerror}") from error
+        print(f"wrote {file}")
+    return samples
+
+
+if __name__ == "__main__":
+    command_line(main, Args, __doc__)
