@@ -1,0 +1,255 @@
+"""Make every run, table and picture of this folder, two runs at a time, one thread each.
+
+    python -m benchmark                                         some hours; README.md beside this file says how many
+    python -m benchmark --size quick --output-dir runs/quick    the same pictures from a few updates, in minutes
+
+Runs are made in runs/<output-dir>; of each, <output-dir>/results keeps metrics.csv, which is the same to the byte every
+time, times.csv, config.json, and its line of manifest.json. What is kept is not run again: delete a part of it, and the
+command makes that part anew. Tables are put into the pages (*.md), pictures beside them. CoMLRL is run where
+--peer-ippo and --peer-iac name Pythons that have it; peer_comlrl.py says how to make these.
+"""
+
+import csv
+import re
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from utils import plot
+from utils.benchmark import Failed, Job, locked, manifest, run_jobs, write_manifest
+from utils.cli import UserError, command_line
+from utils.ranges import Count, check_ranges
+from utils.run import write_whole, writing
+from utils.same import is_time
+
+HERE = Path(__file__).resolve().parent
+
+# --- What is run: groups of one command, on tasks with flags of their own ---------------------------------------------
+
+IPPO, IAC, PPO = (f"python {name}_llm.py" for name in ("ippo", "iac", "ppo"))
+THIRD = "--num-train-epochs 1"
+TASKS = {"tldr": "", "number": "--num-turns 3 --max-new-tokens 4", "code": "--max-new-tokens 48"}
+ONE_TURN = TASKS | {"number": "--max-new-tokens 4"}
+TEAM = {"tldr": "--num-agents 2", "number": "--num-agents 2 --max-turns 3 --max-output-tokens 4"}
+TEAM |= {"code": "--num-agents 2 --max-output-tokens 48"}
+TLDR, GUESS = {"tldr": ""}, {"guess": ""}
+
+RUNS = {  # group: command, tasks
+    "ippo_critic": (f"{IPPO} --use-separate-critic", TASKS),
+    "ippo_head": (IPPO, TASKS),
+    "iac_critic": (f"{IAC} --use-separate-critic", TASKS),
+    "iac_head": (IAC, TASKS),
+    "ppo": (PPO, TEAM | GUESS),
+    "ippo_third": (f"{IPPO} --use-separate-critic {THIRD}", ONE_TURN),
+    "iac_third": (f"{IAC} --use-separate-critic {THIRD}", ONE_TURN),
+    "comlrl_ippo": (f"python -m benchmark.peer_comlrl ippo --critic separate {THIRD}", ONE_TURN),
+    "comlrl_iac": (f"python -m benchmark.peer_comlrl iac --critic separate {THIRD}", ONE_TURN),
+}
+DETAILS = {  # by script: what is changed, one at a time
+    "ippo": {
+        "lambda 0": "--gae-lambda 0",
+        "lambda 1": "--gae-lambda 1",
+        "a turn as the action": "--action-granularity turn",
+        "entropy bonus 0.01": "--entropy-coef 0.01",
+        "no KL penalty": "--kl-coef 0",
+        "no value clipping": "--value-clip-range None",
+        "no advantage normalisation": "--no-advantage-normalization",
+        "a value head": "--no-use-separate-critic",
+    },
+    "iac": {
+        "a token as the action": "--action-granularity token",
+        "entropy bonus 0.01": "--entropy-coef 0.01",
+        "no KL penalty": "--kl-coef 0",
+        "no value clipping": "--value-clip-range None",
+        "no advantage normalisation": "--no-advantage-normalization",
+        "a value head": "--no-use-separate-critic",
+    },
+    "ppo": {
+        "lambda 0": "--gae-lambda 0",
+        "lambda 1": "--gae-lambda 1",
+        "a turn as the action": "--action-granularity turn",
+        "entropy bonus 0.01": "--ent-coef 0.01",
+        "no KL penalty": "--beta 0",
+        "no advantage normalisation": "--no-adv-whitening",
+        "one pass over a rollout": "--update-epochs 1",
+    },
+}
+RUNS["ppo_third"] = (f"{PPO} {THIRD}", GUESS)
+
+
+def group_of(script, detail):
+    return f"{script}_{re.sub(r'[^a-z0-9]+', '_', detail)}"
+
+
+for script, details in DETAILS.items():
+    for detail, flags in details.items():
+        RUNS[group_of(script, detail)] = (f"{RUNS[f'{script}_third'][0]} {flags}", GUESS if script == "ppo" else TLDR)
+
+SMALL = "--train-size 32 --rollout-buffer-size 8 --num-train-epochs 1 "  # --size quick
+SMALL_PEER = "--train-size 64 --num-train-epochs 1"
+
+
+def jobs_of(args):
+    """The runs, a Job each, task by task; those of a peer where its Python is given. Raises UserError."""
+    jobs = []
+    for task in dict.fromkeys(task for _, tasks in RUNS.values() for task in tasks):
+        for group, (command, tasks) in RUNS.items():
+            peer = group.startswith("comlrl") and vars(args)[f"peer_{group.removeprefix('comlrl_')}"]
+            if task not in tasks or (peer is None) or not any(re.search(only, f"{group}/{task}") for only in args.only):
+                continue
+            small = SMALL_PEER if peer else SMALL + ("--eval-loop 4" if group.startswith("ppo") else "--eval-size 4")
+            what = f"--env {task}" if task == "guess" else f"--task {task}"
+            flags = f"{command} {what} {tasks[task]} {small if args.size == 'quick' else ''}"
+            for seed in args.seeds:
+                job = Job(f"{group}/{task}__{seed}", [*shlex.split(flags), "--seed", str(seed)])
+                jobs.append(job)
+                if peer:
+                    job.python, job.resumable = peer, False
+    if not jobs:
+        raise UserError(f"--only takes regular expressions of GROUP/TASK, and {' '.join(args.only)} fits none")
+    return jobs
+
+
+# --- What is made of it -----------------------------------------------------------------------------------------------
+
+PICTURES = {  # name: groups by label
+    "main": {"IPPO, critics": "ippo_critic", "IPPO, heads": "ippo_head", "IAC, critics": "iac_critic"}
+    | {"IAC, heads": "iac_head", "PPO, adapters": "ppo"},
+    "comlrl": {"IPPO": "ippo_third", "CoMLRL's IPPO": "comlrl_ippo", "IAC": "iac_third", "CoMLRL's IAC": "comlrl_iac"},
+}
+for script, details in DETAILS.items():
+    changed = {detail: group_of(script, detail) for detail in details}
+    PICTURES[script] = {"default": f"{script}_third"} | changed
+COLUMNS = {"task": "task", "label": "", "reward": "reward", "held_out_reward": "held-out reward"}
+COLUMNS |= {"reference_logprob": "log-prob. under the initial model", "samples_to_threshold": "samples to threshold"}
+COLUMNS |= {"seconds": "seconds", "samples_per_second": "samples/s"}
+
+
+def kept_in(results):
+    """The manifest's lines, by name, of those runs whose metrics are there."""
+    return {name: line for name, line in manifest(results).items() if (results / name / "metrics.csv").is_file()}
+
+
+def gather(jobs, runs, results):
+    """Keep of the finished runs in the folder `runs` what the pages are made of, in the folder `results`."""
+    made = manifest(runs)
+    with writing(results):
+        results.mkdir(parents=True, exist_ok=True)
+        with locked(results):
+            kept = kept_in(results)
+            for job in jobs:
+                if job.name not in kept and made.get(job.name, {}).get("status") == "finished":
+                    (results / job.name).mkdir(parents=True, exist_ok=True)
+                    shutil.copy(runs / job.name / "config.json", results / job.name)
+                    with open(runs / job.name / "metrics.csv", newline="", encoding="utf-8") as file:
+                        rows = list(csv.DictReader(file))
+                    for name, part in zip(("metrics.csv", "times.csv"), split(rows)):
+                        lines = [[*part[0]], *(row.values() for row in part)]
+                        write_whole(results / job.name / name, "".join(",".join(line) + "\n" for line in lines))
+                    kept[job.name] = made[job.name]
+            write_manifest(results, kept)
+
+
+def split(rows):
+    """Rows of metrics without those of time, and those of time."""
+    timed = [name for name in rows[0] if is_time(name)]
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows], [
+        {k: row[k] for k in timed} for row in rows
+    ]
+
+
+def pictures(results, folder):
+    """Draw what the results allow; returns the tables' lines of Markdown by name."""
+    tables = {}
+    for name, groups in PICTURES.items():
+        there = [
+            f"{label}:{results / group}/*__*" for label, group in groups.items() if any(results.glob(f"{group}/*__*"))
+        ]
+        if not there:
+            continue
+        curves = plot.load(there)
+        plot.draw(curves, folder / f"{name}.png")
+        tables[name] = lines_of(plot.table(curves))
+        try:
+            found = plot.aggregate(curves)
+        except UserError as reason:
+            print(f"{name}: no aggregate over tasks: {reason}")
+        else:
+            tables[f"{name} over tasks"] = plot.aggregate_lines(found)
+    return tables
+
+
+def lines_of(rows):
+    """Rows of plot.table as lines of Markdown."""
+    several = len({row["task"] for row in rows}) > 1
+    header, lines = [title for name, title in COLUMNS.items() if several or name != "task"], []
+    for row in rows:
+        reached = plot.number(row["samples_to_threshold"], 0) or "never"
+        cells = [row["task"]] * several + [
+            row["label"],
+            plot.estimate(*(row[f"reward{x}"] for x in ("", "_low", "_high"))),
+        ]
+        cells += [plot.number(row["held_out_reward"]), plot.number(row["reference_logprob"])]
+        cells += [f"{reached} ({row['seeds_to_threshold']}/{row['seeds']})", plot.number(row["seconds"], 0)]
+        lines.append([*cells, plot.number(row["samples_per_second"], 1)])
+    thresholds = ", ".join(dict.fromkeys(f"{row['threshold']:.2f} for {row['task']}" for row in rows))
+    return [*plot.markdown("|".join(header), lines), f"Threshold: {thresholds}.", ""]
+
+
+def fill(pages, tables, folder):
+    """Write the pages to a folder, each table between its marks: <!-- NAME --> and <!-- end -->."""
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for name, lines in tables.items():
+            marks = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+            text = marks.sub(lambda found: found[1] + "\n" + "\n".join(lines).rstrip() + "\n\n" + found[2], text)
+        write_whole(folder / page.name, text)
+
+
+@dataclass
+class BenchmarkArgs:
+    """What is run, and where it goes."""
+
+    size: Literal["full", "quick"] = "full"  # quick: a few small updates of each run, to another --output-dir
+    seeds: tuple[int, ...] = (1, 2, 3)  # seeds of every run
+    only: tuple[str, ...] = (".",)  # regular expressions: the runs whose GROUP/TASK has one of them in it
+    workers: Count = 2  # runs at a time
+    output_dir: str = str(HERE.name)  # folder of results, pages and pictures
+    peer_ippo: str | None = None  # Python that has CoMLRL's release with IPPO; none: as it is in the results
+    peer_iac: str | None = None  # Python that has CoMLRL's release with IAC; none: as it is in the results
+
+
+@dataclass
+class Args(BenchmarkArgs):
+    """All flags."""
+
+
+def main(args):
+    """Make what is missing; draw and write. Raises UserError, and Failed where a run failed."""
+    check_ranges(args)
+    folder = Path(args.output_dir)
+    results, runs = folder / "results", Path("runs") / folder.name
+    if args.size != "full" and folder.resolve() == HERE:
+        raise UserError(f"--size {args.size} takes another --output-dir: the full results are in {folder}")
+    jobs, kept = jobs_of(args), kept_in(results)
+    for job in jobs:
+        if job.name in kept and kept[job.name]["command"] != shlex.join(job.argv):
+            raise UserError(f"{results / job.name} is of another command, {kept[job.name]['command']}: delete it first")
+    try:
+        failed = run_jobs([job for job in jobs if job.name not in kept], runs, args.workers)
+    finally:
+        gather(jobs, runs, results)
+    with writing(folder):
+        tables = pictures(results, folder)
+        fill(sorted(HERE.glob("*.md")), tables, folder)
+        if folder.resolve() == HERE:
+            fill([HERE.parent / "README.md"], tables, HERE.parent)
+    if failed:
+        raise Failed(f"{len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}")
+    print(f"wrote {folder}")
+
+
+if __name__ == "__main__":
+    command_line(main, Args, __doc__)
