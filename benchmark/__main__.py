@@ -3,9 +3,9 @@
     python -m benchmark                                         some hours; README.md beside this file says how many
     python -m benchmark --size quick --output-dir runs/quick    the same pictures from a few updates, in minutes
 
-Runs are made in runs/<output-dir>; of each, <output-dir>/results keeps metrics.csv, which is the same to the byte every
-time, times.csv, config.json, and its line of manifest.json. What is kept is not run again: delete a part of it, and the
-command makes that part anew. Tables are put into the pages (*.md), pictures beside them. CoMLRL is run where
+Runs are made in <output-dir>/runs; of each, <output-dir>/results keeps metrics.csv, which is the same to the byte every
+time, times.csv, config.json, and its line of manifest.json. What is kept is not run again: delete a run in both
+folders, and the command makes it anew. Tables are put into the pages (*.md), pictures beside them. CoMLRL is run where
 --peer-ippo and --peer-iac name Pythons that have it; peer_comlrl.py says how to make these.
 """
 
@@ -93,11 +93,15 @@ SMALL_PEER = "--train-size 64 --num-train-epochs 1"
 
 def jobs_of(args):
     """The runs, a Job each, task by task; those of a peer where its Python is given. Raises UserError."""
+    try:
+        chosen = re.compile("|".join(f"(?:{only})" for only in args.only))
+    except re.error as error:
+        raise UserError(f"--only takes regular expressions, got {' '.join(args.only)}: {error}") from error
     jobs = []
     for task in dict.fromkeys(task for _, tasks in RUNS.values() for task in tasks):
         for group, (command, tasks) in RUNS.items():
             peer = group.startswith("comlrl") and vars(args)[f"peer_{group.removeprefix('comlrl_')}"]
-            if task not in tasks or (peer is None) or not any(re.search(only, f"{group}/{task}") for only in args.only):
+            if task not in tasks or (peer is None) or not chosen.search(f"{group}/{task}"):
                 continue
             small = SMALL_PEER if peer else SMALL + ("--eval-loop 4" if group.startswith("ppo") else "--eval-size 4")
             what = f"--env {task}" if task == "guess" else f"--task {task}"
@@ -164,14 +168,15 @@ def pictures(results, folder):
     """Draw what the results allow; returns the tables' lines of Markdown by name."""
     tables = {}
     for name, groups in PICTURES.items():
-        there = [
-            f"{label}:{results / group}/*__*" for label, group in groups.items() if any(results.glob(f"{group}/*__*"))
-        ]
+        there = {label: group for label, group in groups.items() if any(results.glob(f"{group}/*__*"))}
         if not there:
             continue
-        curves = plot.load(there)
+        curves = plot.load([f"{label}:{results / group}/*__*" for label, group in there.items()])
         plot.draw(curves, folder / f"{name}.png")
-        tables[name] = lines_of(plot.table(curves))
+        rows = plot.table(curves)
+        commands = [[label, f"`{RUNS[group][0]}`"] for label, group in there.items()]
+        tables |= {name: lines_of(rows), f"{name} in short": rewards_of(rows)}
+        tables[f"{name} commands"] = plot.markdown("|command, but for task and seed", commands)
         try:
             found = plot.aggregate(curves)
         except UserError as reason:
@@ -181,21 +186,30 @@ def pictures(results, folder):
     return tables
 
 
+def reward_of(row):
+    return plot.estimate(row["reward"], row["reward_low"], row["reward_high"])
+
+
 def lines_of(rows):
     """Rows of plot.table as lines of Markdown."""
     several = len({row["task"] for row in rows}) > 1
     header, lines = [title for name, title in COLUMNS.items() if several or name != "task"], []
     for row in rows:
         reached = plot.number(row["samples_to_threshold"], 0) or "never"
-        cells = [row["task"]] * several + [
-            row["label"],
-            plot.estimate(*(row[f"reward{x}"] for x in ("", "_low", "_high"))),
-        ]
+        cells = [row["task"]] * several + [row["label"], reward_of(row)]
         cells += [plot.number(row["held_out_reward"]), plot.number(row["reference_logprob"])]
         cells += [f"{reached} ({row['seeds_to_threshold']}/{row['seeds']})", plot.number(row["seconds"], 0)]
         lines.append([*cells, plot.number(row["samples_per_second"], 1)])
     thresholds = ", ".join(dict.fromkeys(f"{row['threshold']:.2f} for {row['task']}" for row in rows))
     return [*plot.markdown("|".join(header), lines), f"Threshold: {thresholds}.", ""]
+
+
+def rewards_of(rows):
+    """The rewards of plot.table as lines of Markdown, a column for each task."""
+    tasks, labels = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "label"))
+    found = {(row["label"], row["task"]): reward_of(row) for row in rows}
+    lines = [[label, *(found.get((label, task), "") for task in tasks)] for label in labels]
+    return plot.markdown("|".join(["", *tasks]), lines)
 
 
 def fill(pages, tables, folder):
@@ -230,7 +244,7 @@ def main(args):
     """Make what is missing; draw and write. Raises UserError, and Failed where a run failed."""
     check_ranges(args)
     folder = Path(args.output_dir)
-    results, runs = folder / "results", Path("runs") / folder.name
+    results, runs = folder / "results", folder / "runs"
     if args.size != "full" and folder.resolve() == HERE:
         raise UserError(f"--size {args.size} takes another --output-dir: the full results are in {folder}")
     jobs, kept = jobs_of(args), kept_in(results)

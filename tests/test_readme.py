@@ -25,7 +25,7 @@ SCRIPTS = {"ippo_llm": ippo_llm, "iac_llm": iac_llm, "ppo_llm": ppo_llm}
 def test_every_command_parses():
     sources = [README, (ROOT / "benchmark/README.md").read_text(), *BLOCKS.values()]
     sources += [importlib.import_module(f"utils.tasks.{name}").__doc__ for name in BUILT_IN]
-    commands = re.findall(r"(?<=python )(\w+_llm)\.py([^\n`&|;]*)", "\n".join(sources).replace("\\\n", " "))
+    commands = re.findall(r"(?<=python )(\w+_llm)\.py([^\n`&|;\"]*)", "\n".join(sources).replace("\\\n", " "))
     assert len(commands) >= 15
     for script, flags in commands:
         flags = re.split(" {2,}", flags.strip())[0].replace("$seed", "1")  # what follows is a remark

@@ -147,7 +147,7 @@ def run_jobs(jobs, output_dir, workers=1, threads=1):
             job.process.terminate()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for line in lines:
+        for line in reversed(lines):
             line.close()
     if signals:
         raise Stopped("the runs under way are saved; the same command goes on with them", signals[0])

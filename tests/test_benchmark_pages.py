@@ -1,0 +1,109 @@
+"""benchmark's one command, small: runs, what is kept of them, tables and pictures; made again, the same to the byte."""
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+import benchmark.__main__ as driver
+from utils.benchmark import manifest
+from utils.cli import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = "# A page\n\n<!-- main -->\nold\n<!-- end -->\n\n<!-- main in short -->\n<!-- end -->\nThe end.\n"
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """A folder of pages in the place of benchmark/, seen from the repository's root."""
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "README.md").write_text(PAGE)
+    monkeypatch.setattr(driver, "HERE", tmp_path / "pages")
+    monkeypatch.chdir(ROOT)
+    return tmp_path
+
+
+def test_small_benchmark_is_made_and_made_again(here, capsys):
+    flags = {"size": "quick", "seeds": (1, 2), "only": ("ippo_head/(number|tldr)",), "output_dir": str(here / "out")}
+    driver.main(driver.Args(**flags))
+    names = [f"ippo_head/{task}__{seed}" for task in ("number", "tldr") for seed in (1, 2)]
+    kept = manifest(here / "out" / "results")
+    assert sorted(kept) == names
+    finals = {"number": [], "tldr": []}
+    for name in names:
+        folder = here / "out" / "results" / name
+        text = (folder / "metrics.csv").read_text()
+        assert "time/" not in text and "per_second" not in text and "time/update" in (folder / "times.csv").read_text()
+        columns, *rows = [line.split(",") for line in text.splitlines()]
+        whole = (here / "out" / "runs" / name / "metrics.csv").read_text().splitlines()
+        assert len(rows) == len(whole) - 1 == 4
+        finals[name.split("/")[1].split("_")[0]].append(float(rows[-1][columns.index("reward_mean")]))
+        as_dicts = json.dumps([dict(zip(columns, row)) for row in rows])
+        assert kept[name]["metrics"] == hashlib.sha256(as_dicts.encode()).hexdigest()
+        assert json.loads((folder / "config.json").read_text())["args"]["seed"] == int(name[-1])
+    page = (here / "out" / "README.md").read_text()
+    assert "old" not in page and page.endswith("<!-- end -->\nThe end.\n")
+    for task, values in finals.items():
+        mean, found = sum(values) / 2, re.search(rf"\| {task} \| IPPO, heads \| ([\d.]+) \[([\d.]+), ([\d.]+)\]", page)
+        assert float(found[1]) == pytest.approx(mean, abs=0.0051)
+        assert [float(found[2]), float(found[3])] == pytest.approx(sorted(values), abs=0.0051)  # of two seeds
+    assert (here / "pages" / "README.md").read_text() == PAGE  # only the full benchmark changes the pages themselves
+    assert np.ptp(imread(here / "out" / "main.png")) > 0.5
+
+    before = {path: path.read_bytes() for path in (here / "out").glob("results/**/*.csv")}
+    capsys.readouterr()
+    driver.main(driver.Args(**flags))
+    assert "starting" not in capsys.readouterr().out
+    shutil.rmtree(here / "out" / "runs")
+    shutil.rmtree(here / "out" / "results" / names[1])
+    driver.main(driver.Args(**flags))
+    said = capsys.readouterr().out
+    assert f"starting  {names[1]}" in said and said.count("starting") == 1
+    assert all(path.read_bytes() == was for path, was in before.items() if path.name == "metrics.csv")
+
+    line = kept[names[0]] | {"command": "python other.py"}
+    (here / "out" / "results" / "manifest.json").write_text(json.dumps(kept | {names[0]: line}))
+    with pytest.raises(UserError, match="number__1 is of another command, python other.py: delete it first"):
+        driver.main(driver.Args(**flags))
+
+
+def test_bad_flags_are_one_line(here):
+    with pytest.raises(UserError, match="--only takes regular expressions of GROUP/TASK, and nothing fits none"):
+        driver.main(driver.Args(only=("nothing",)))
+    with pytest.raises(UserError, match="--only takes regular expressions, got [(]: "):
+        driver.main(driver.Args(only=("(",)))
+    with pytest.raises(UserError, match="--size quick takes another --output-dir"):
+        driver.main(driver.Args(size="quick", output_dir=str(here / "pages")))
+
+
+def test_every_run_is_of_flags_that_the_script_takes():
+    import iac_llm
+    import ippo_llm
+    import ppo_llm
+    from utils.cli import parse
+
+    scripts = {"ippo_llm.py": ippo_llm, "iac_llm.py": iac_llm, "ppo_llm.py": ppo_llm}
+    for size in ("full", "quick"):
+        jobs = driver.jobs_of(driver.Args(size=size))
+        assert len({job.name for job in jobs}) == len(jobs) > 100
+        for job in jobs:
+            args = parse(scripts[job.argv[1]].Args, job.argv[2:])
+            assert (args.task or args.env or "guess") in job.name and job.name.endswith(f"__{args.seed}")
+    peers = driver.Args(peer_ippo="one", peer_iac="other", only=("comlrl",))
+    assert {job.python for job in driver.jobs_of(peers)} == {"one", "other"}
+
+
+def test_pictures_are_of_groups_that_are_run():
+    for groups in driver.PICTURES.values():
+        assert set(groups.values()) <= set(driver.RUNS) and len(set(groups.values())) == len(groups)
+    pages = "".join(path.read_text() for path in (ROOT / "benchmark").glob("*.md"))
+    marks = set(re.findall(r"<!-- (.*?) -->\n", pages)) - {"end"}
+    assert marks <= {
+        f"{name}{kind}" for name in driver.PICTURES for kind in ("", " in short", " commands", " over tasks")
+    }
+    assert {"main", "comlrl"} <= marks
