@@ -87,6 +87,7 @@ for script, details in DETAILS.items():
     for detail, flags in details.items():
         RUNS[group_of(script, detail)] = (f"{RUNS[f'{script}_third'][0]} {flags}", GUESS if script == "ppo" else TLDR)
 
+ORDER = ["tldr", "number", "code", "guess"]  # of tasks
 SMALL = "--train-size 32 --rollout-buffer-size 8 --num-train-epochs 1 "  # --size quick
 SMALL_PEER = "--train-size 64 --num-train-epochs 1"
 
@@ -98,7 +99,7 @@ def jobs_of(args):
     except re.error as error:
         raise UserError(f"--only takes regular expressions, got {' '.join(args.only)}: {error}") from error
     jobs = []
-    for task in dict.fromkeys(task for _, tasks in RUNS.values() for task in tasks):
+    for task in ORDER:
         for group, (command, tasks) in RUNS.items():
             peer = group.startswith("comlrl") and vars(args)[f"peer_{group.removeprefix('comlrl_')}"]
             if task not in tasks or (peer is None) or not chosen.search(f"{group}/{task}"):
@@ -172,6 +173,7 @@ def pictures(results, folder):
         if not there:
             continue
         curves = plot.load([f"{label}:{results / group}/*__*" for label, group in there.items()])
+        curves = {key: curves[key] for key in sorted(curves, key=lambda key: ORDER.index(key[1]))}
         plot.draw(curves, folder / f"{name}.png")
         rows = plot.table(curves)
         commands = [[label, f"`{RUNS[group][0]}`"] for label, group in there.items()]

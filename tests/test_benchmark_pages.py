@@ -15,7 +15,7 @@ from utils.benchmark import manifest
 from utils.cli import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = "# A page\n\n<!-- main -->\nold\n<!-- end -->\n\n<!-- main in short -->\n<!-- end -->\nThe end.\n"
+PAGE = "# A page\n\n<!-- main -->\nof old\n<!-- end -->\n\n<!-- main in short -->\n<!-- end -->\nThe end.\n"
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_small_benchmark_is_made_and_made_again(here, capsys):
         assert kept[name]["metrics"] == hashlib.sha256(as_dicts.encode()).hexdigest()
         assert json.loads((folder / "config.json").read_text())["args"]["seed"] == int(name[-1])
     page = (here / "out" / "README.md").read_text()
-    assert "old" not in page and page.endswith("<!-- end -->\nThe end.\n")
+    assert "of old" not in page and page.endswith("<!-- end -->\nThe end.\n")
     for task, values in finals.items():
         mean, found = sum(values) / 2, re.search(rf"\| {task} \| IPPO, heads \| ([\d.]+) \[([\d.]+), ([\d.]+)\]", page)
         assert float(found[1]) == pytest.approx(mean, abs=0.0051)
