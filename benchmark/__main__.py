@@ -1,4 +1,4 @@
-"""Make every run, table and picture of this folder, two runs at a time, one thread each.
+"""Make every run, table and picture of this folder, one run at a time on two threads.
 
     python -m benchmark                                         some hours; README.md beside this file says how many
     python -m benchmark --size quick --output-dir runs/quick    the same pictures from a few updates, in minutes
@@ -231,7 +231,8 @@ class BenchmarkArgs:
     size: Literal["full", "quick"] = "full"  # quick: a few small updates of each run, to another --output-dir
     seeds: tuple[int, ...] = (1, 2, 3)  # seeds of every run
     only: tuple[str, ...] = (".",)  # regular expressions: the runs whose GROUP/TASK has one of them in it
-    workers: Count = 2  # runs at a time
+    workers: Count = 1  # runs at a time
+    threads: Count = 2  # threads of each; with another number the last digits of metrics differ
     output_dir: str = str(HERE.name)  # folder of results, pages and pictures
     peer_ippo: str | None = None  # Python that has CoMLRL's release with IPPO; none: as it is in the results
     peer_iac: str | None = None  # Python that has CoMLRL's release with IAC; none: as it is in the results
@@ -254,7 +255,7 @@ def main(args):
         if job.name in kept and kept[job.name]["command"] != shlex.join(job.argv):
             raise UserError(f"{results / job.name} is of another command, {kept[job.name]['command']}: delete it first")
     try:
-        failed = run_jobs([job for job in jobs if job.name not in kept], runs, args.workers)
+        failed = run_jobs([job for job in jobs if job.name not in kept], runs, args.workers, args.threads)
     finally:
         gather(jobs, runs, results)
     with writing(folder):
