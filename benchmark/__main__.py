@@ -174,7 +174,7 @@ def pictures(results, folder):
             continue
         curves = plot.load([f"{label}:{results / group}/*__*" for label, group in there.items()])
         curves = {key: curves[key] for key in sorted(curves, key=lambda key: ORDER.index(key[1]))}
-        plot.draw(curves, folder / f"{name}.png")
+        (plot.draw_finals if name in DETAILS else plot.draw)(curves, folder / f"{name}.png")
         rows = plot.table(curves)
         commands = [[label, f"`{RUNS[group][0]}`"] for label, group in there.items()]
         tables |= {name: lines_of(rows), f"{name} in short": rewards_of(rows)}

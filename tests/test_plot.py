@@ -117,7 +117,7 @@ def test_the_numbers_of_the_table(runs, tmp_path):
 
 
 def test_it_writes_the_same_bytes_every_time(runs, tmp_path, monkeypatch, capsys):
-    names = ["aggregate.md", "aggregate.png", "curves.png", "table.csv", "table.md"]
+    names = ["aggregate.md", "aggregate.png", "curves.png", "finals.png", "table.csv", "table.md"]
     monkeypatch.setattr(plot, "REPEATS", 50)
     for out in ("one", "two"):
         np.random.seed(len(out) + (out == "two"))
@@ -221,6 +221,7 @@ def test_without_an_aggregate_it_says_why_and_writes_the_rest(runs, tmp_path, mo
         code, said = run_tool(monkeypatch, capsys, "--runs", *runs, "--output-dir", tmp_path / "out")
         assert code == 0 and sorted(p.name for p in (tmp_path / "out").iterdir()) == [
             "curves.png",
+            "finals.png",
             "table.csv",
             "table.md",
         ]

@@ -3,8 +3,8 @@
     python -m utils.plot --runs "IPPO:runs/ippo_*" "IAC:runs/iac_*" --output-dir plots
 
 Runs of one label and one task are its seeds. Intervals are of 95 %, by bootstrap over seeds. Written are curves.png,
-table.md and table.csv; where all labels have at least two tasks in common, and rliable (Agarwal et al. 2021,
-arXiv 2108.13264) is installed, aggregate.md and aggregate.png too.
+finals.png, table.md and table.csv; where all labels have two tasks or more in common, and rliable (Agarwal et al.
+2021, arXiv 2108.13264) is installed, aggregate.md and aggregate.png too.
 """
 
 import csv
@@ -306,15 +306,32 @@ def aggregate_lines(found):
 
 
 def draw_aggregate(found, path):
-    """The interquartile means and means of `aggregate`, as bars of their intervals."""
-    figure = Figure(figsize=(8.5, 0.6 + 0.35 * len(found["seeds"])), layout="constrained")
-    for axis, title in zip(figure.subplots(1, 2, sharey=True), KINDS):
+    """The interquartile means and means of `aggregate`."""
+    draw_bars({kind: {label: (*numbers, []) for label, numbers in found[kind].items()} for kind in KINDS}, path)
+
+
+def draw_finals(groups, path):
+    """Final rewards, a panel for each task: means over seeds, their intervals, and each seed a dot."""
+    panels = {task: {} for task in names(groups)[1]}
+    for (label, task), curves in groups.items():
+        finals = [curve.final for curve in curves]
+        panels[task][label] = (np.mean(finals), *interval(finals), finals)
+    draw_bars(panels, path)
+
+
+def draw_bars(panels, path):
+    """Intervals as bars, means as strokes, other values as dots; `panels` are {label: (mean, low, high, values)}."""
+    labels = [*dict.fromkeys(label for panel in panels.values() for label in panel)]
+    figure = Figure(figsize=(8.5, 0.6 + 0.3 * len(labels)), layout="constrained")
+    for axis, (title, panel) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items()):
         dress(axis, title)
-        for k, (value, low, high) in enumerate(found[title].values()):
-            axis.hlines(k, low, high, color=COLORS[k % len(COLORS)], alpha=0.6, linewidth=14)
-            axis.plot(value, k, "|", color="black", markersize=14, markeredgewidth=2)
-        axis.set_yticks(range(len(found["seeds"])), found["seeds"], fontsize=9, parse_math=False)
-    axis.set_ylim(len(found["seeds"]) - 0.5, -0.5)
+        for label, (mean, low, high, values) in panel.items():
+            k = labels.index(label)
+            axis.hlines(k, low, high, color=COLORS[k % len(COLORS)], alpha=0.5, linewidth=11)
+            axis.plot(values, [k] * len(values), "o", color=COLORS[k % len(COLORS)], markersize=4)
+            axis.plot(mean, k, "|", color="black", markersize=12, markeredgewidth=2)
+        axis.set_yticks(range(len(labels)), labels, fontsize=9, parse_math=False)
+    axis.set_ylim(len(labels) - 0.5, -0.5)
     figure.savefig(path, dpi=200)
 
 
@@ -348,6 +365,7 @@ def main(args):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         draw(groups, folder / "curves.png", args.by)
+        draw_finals(groups, folder / "finals.png")
         write_table(table(groups, {task: reward for task, (reward,) in thresholds.items()}), folder)
         for name in ("aggregate.md", "aggregate.png"):
             (folder / name).unlink(missing_ok=True)
