@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import iac_llm
 import ippo_llm
+import utils.run
 from ippo_llm import Args, main
 from utils.cli import TaskError, UserError, parse
 from utils.same import compare, timeless
@@ -401,3 +402,22 @@ def test_stopping_by_the_keyboard_saves_the_agents(tmp_path):
         main(make_args(tmp_path, eval_interval=0), task_of(reward_func=reward_func))
     AutoModelForCausalLM.from_pretrained(tmp_path / "run/agent_1")
     assert len(read_metrics(tmp_path / "run")) == 1 and (tmp_path / "run/curves.png").exists()
+
+
+def test_commit_is_marked_where_code_differs(tmp_path, monkeypatch):
+    def git(*words):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    (tmp_path / "utils").mkdir()
+    for name in ("script.py", "page.md", "utils/run.py"):
+        (tmp_path / name).write_text("1")
+    monkeypatch.setattr(utils.run, "__file__", str(tmp_path / "utils" / "run.py"))
+    git("init")
+    git("add", "-A")
+    git("commit", "-m", "x")
+    commit = git("rev-parse", "HEAD").strip()
+    (tmp_path / "page.md").write_text("2")
+    assert utils.run.git_commit() == commit
+    (tmp_path / "script.py").write_text("2")
+    assert utils.run.git_commit() == commit + "+"

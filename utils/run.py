@@ -447,12 +447,13 @@ def versions():
 
 
 def git_commit():
-    """The commit of this code, with `+` after it where files differ from it; None outside a git checkout."""
+    """The commit of this code, with `+` after it where files but documents differ; None outside a git checkout."""
     here = Path(__file__).resolve().parent
     try:
         say = {"cwd": here, "capture_output": True, "text": True, "check": True}
         commit = subprocess.run(["git", "rev-parse", "HEAD"], **say).stdout.strip()
-        return commit + "+" * bool(subprocess.run(["git", "status", "--porcelain", "-uno"], **say).stdout.strip())
+        differing = ["git", "status", "--porcelain", "-uno", "--", ":(top)", ":(top,exclude)*.md"]
+        return commit + "+" * bool(subprocess.run(differing, **say).stdout.strip())
     except (OSError, subprocess.CalledProcessError):
         return None
 
