@@ -60,9 +60,7 @@ DETAILS = {  # by script: what is changed, one at a time
     },
     "iac": {
         "a token as the action": "--action-granularity token",
-        "entropy bonus 0.01": "--entropy-coef 0.01",
         "no KL penalty": "--kl-coef 0",
-        "no value clipping": "--value-clip-range None",
         "no advantage normalisation": "--no-advantage-normalization",
         "a value head": "--no-use-separate-critic",
     },
@@ -73,7 +71,6 @@ DETAILS = {  # by script: what is changed, one at a time
         "entropy bonus 0.01": "--ent-coef 0.01",
         "no KL penalty": "--beta 0",
         "no advantage normalisation": "--no-adv-whitening",
-        "one pass over a rollout": "--update-epochs 1",
     },
 }
 RUNS["ppo_third"] = (f"{PPO} {THIRD}", GUESS)
