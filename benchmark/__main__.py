@@ -174,7 +174,9 @@ def pictures(results, folder):
         (plot.draw_finals if name in DETAILS else plot.draw)(curves, folder / f"{name}.png")
         rows = plot.table(curves)
         commands = [[label, f"`{RUNS[group][0]}`"] for label, group in there.items()]
-        tables |= {name: lines_of(rows), f"{name} in short": rewards_of(rows)}
+        kind = "Final rewards" if name in DETAILS else "Rewards by joint samples and by minutes"
+        picture = f"![{kind}: {'; '.join(there)}]({name}.png)"
+        tables |= {name: [picture, "", *lines_of(rows)], f"{name} in short": rewards_of(rows)}
         tables[f"{name} commands"] = plot.markdown("|command, but for task and seed", commands)
         try:
             found = plot.aggregate(curves)

@@ -122,7 +122,7 @@ def resumed_folder(args, script):
 
 def command_line(main, Args, description):
     """Run main(Args) as a command; an error that the user can mend is one line on standard error, no traceback."""
-    script = Path(sys.argv[0]).name
+    script = Path(sys.argv[0]).name.replace("__main__.py", Path(sys.argv[0]).parent.name)
     try:
         main(parse(Args, description=description, script=Path(script).stem))
     except Stopped as stop:
