@@ -51,7 +51,8 @@ def test_small_benchmark_is_made_and_made_again(here, capsys):
     for task, values in finals.items():
         mean, found = sum(values) / 2, re.search(rf"\| {task} \| IPPO, heads \| ([\d.]+) \[([\d.]+), ([\d.]+)\]", page)
         assert float(found[1]) == pytest.approx(mean, abs=0.0051)
-        assert [float(found[2]), float(found[3])] == pytest.approx(sorted(values), abs=0.0051)  # of two seeds
+        ends = [end + 0.075 * (mean - end) for end in sorted(values)]  # 2.5 % on the way along [a, mean, mean, b]
+        assert [float(found[2]), float(found[3])] == pytest.approx(ends, abs=0.0051)
     assert (here / "pages" / "README.md").read_text() == PAGE  # only the full benchmark changes the pages themselves
     assert np.ptp(imread(here / "out" / "main.png")) > 0.5
 
