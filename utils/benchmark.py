@@ -197,7 +197,7 @@ def record(job, output_dir, status, threads, workers):
         entry |= {"threads": threads, "workers": workers, "machine": machine()}
         if status == "finished":
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            entry |= {"commit": config["git_commit"], "versions": config["versions"], "metrics": digest(folder)}
+            entry |= {"commit": config.get("git_commit"), "versions": config.get("versions"), "metrics": digest(folder)}
         runs[job.name] = entry
         write_manifest(output_dir, runs)
     said = f": {one_line(last_line(output_dir, job))} (all in {folder}.log)" if status == "failed" else ""
