@@ -56,13 +56,11 @@ DETAILS = {  # by script: what is changed, one at a time
         "no KL penalty": "--kl-coef 0",
         "no value clipping": "--value-clip-range None",
         "no advantage normalisation": "--no-advantage-normalization",
-        "a value head": "--no-use-separate-critic",
     },
     "iac": {
         "a token as the action": "--action-granularity token",
         "no KL penalty": "--kl-coef 0",
         "no advantage normalisation": "--no-advantage-normalization",
-        "a value head": "--no-use-separate-critic",
     },
     "ppo": {
         "lambda 0": "--gae-lambda 0",
