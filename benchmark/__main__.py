@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from utils import plot
-from utils.benchmark import Failed, Job, locked, manifest, run_jobs, write_manifest
+from utils.benchmark import Failed, Job, check_seeds, finished, locked, run_jobs, write_manifest
 from utils.cli import UserError, command_line
 from utils.ranges import Count, check_ranges
 from utils.run import write_whole, writing
@@ -75,7 +75,7 @@ RUNS["ppo_third"] = (f"{PPO} {THIRD}", GUESS)
 
 
 def group_of(script, detail):
-    return f"{script}_{re.sub(r'[^a-z0-9]+', '_', detail)}"
+    return f"{script}_third_{re.sub(r'[^a-z0-9]+', '_', detail)}"
 
 
 for script, details in DETAILS.items():
@@ -122,42 +122,27 @@ PICTURES = {  # name: groups by label
 for script, details in DETAILS.items():
     changed = {detail: group_of(script, detail) for detail in details}
     PICTURES[script] = {"default": f"{script}_third"} | changed
-COLUMNS = {"task": "task", "label": "", "reward": "reward", "held_out_reward": "held-out reward"}
-COLUMNS |= {"reference_logprob": "log-prob. under the initial model", "samples_to_threshold": "samples to threshold"}
-COLUMNS |= {"seconds": "seconds", "samples_per_second": "samples/s"}
-
-
-def kept_in(results):
-    """The manifest's lines, by name, of those runs whose metrics are there."""
-    return {name: line for name, line in manifest(results).items() if (results / name / "metrics.csv").is_file()}
 
 
 def gather(jobs, runs, results):
     """Keep of the finished runs in the folder `runs` what the pages are made of, in the folder `results`."""
-    made = manifest(runs)
+    made = finished(runs)
     with writing(results):
         results.mkdir(parents=True, exist_ok=True)
         with locked(results):
-            kept = kept_in(results)
+            kept = finished(results)
             for job in jobs:
-                if job.name not in kept and made.get(job.name, {}).get("status") == "finished":
+                if job.name not in kept and job.name in made:
                     (results / job.name).mkdir(parents=True, exist_ok=True)
                     shutil.copy(runs / job.name / "config.json", results / job.name)
                     with open(runs / job.name / "metrics.csv", newline="", encoding="utf-8") as file:
-                        rows = list(csv.DictReader(file))
-                    for name, part in zip(("metrics.csv", "times.csv"), split(rows)):
-                        lines = [[*part[0]], *(row.values() for row in part)]
-                        write_whole(results / job.name / name, "".join(",".join(line) + "\n" for line in lines))
+                        columns, *rows = csv.reader(file)
+                    for name, timed in (("times.csv", True), ("metrics.csv", False)):
+                        part = [k for k, column in enumerate(columns) if is_time(column) == timed]
+                        lines = [",".join(row[k] for k in part) + "\n" for row in (columns, *rows)]
+                        write_whole(results / job.name / name, "".join(lines))
                     kept[job.name] = made[job.name]
             write_manifest(results, kept)
-
-
-def split(rows):
-    """Rows of metrics without those of time, and those of time."""
-    timed = [name for name in rows[0] if is_time(name)]
-    return [{k: v for k, v in row.items() if k not in timed} for row in rows], [
-        {k: row[k] for k in timed} for row in rows
-    ]
 
 
 def pictures(results, folder):
@@ -174,39 +159,22 @@ def pictures(results, folder):
         commands = [[label, f"`{RUNS[group][0]}`"] for label, group in there.items()]
         kind = "Final rewards" if name in DETAILS else "Rewards by joint samples and by minutes"
         picture = f"![{kind}: {'; '.join(there)}]({name}.png)"
-        tables |= {name: [picture, "", *lines_of(rows)], f"{name} in short": rewards_of(rows)}
+        tables |= {name: [picture, "", *plot.table_lines(rows)], f"{name} in short": rewards_of(rows)}
         tables[f"{name} commands"] = plot.markdown("|command, but for task and seed", commands)
         try:
             found = plot.aggregate(curves)
         except UserError as reason:
-            print(f"{name}: no aggregate over tasks: {reason}")
+            tables[f"{name} over tasks"] = [f"No aggregate: {reason}."]
         else:
             tables[f"{name} over tasks"] = plot.aggregate_lines(found)
     return tables
 
 
-def reward_of(row):
-    return plot.estimate(row["reward"], row["reward_low"], row["reward_high"])
-
-
-def lines_of(rows):
-    """Rows of plot.table as lines of Markdown."""
-    several = len({row["task"] for row in rows}) > 1
-    header, lines = [title for name, title in COLUMNS.items() if several or name != "task"], []
-    for row in rows:
-        reached = plot.number(row["samples_to_threshold"], 0) or "never"
-        cells = [row["task"]] * several + [row["label"], reward_of(row)]
-        cells += [plot.number(row["held_out_reward"]), plot.number(row["reference_logprob"])]
-        cells += [f"{reached} ({row['seeds_to_threshold']}/{row['seeds']})", plot.number(row["seconds"], 0)]
-        lines.append([*cells, plot.number(row["samples_per_second"], 1)])
-    thresholds = ", ".join(dict.fromkeys(f"{row['threshold']:.2f} for {row['task']}" for row in rows))
-    return [*plot.markdown("|".join(header), lines), f"Threshold: {thresholds}.", ""]
-
-
 def rewards_of(rows):
     """The rewards of plot.table as lines of Markdown, a column for each task."""
-    tasks, labels = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "label"))
-    found = {(row["label"], row["task"]): reward_of(row) for row in rows}
+    ends = ("reward", "reward_low", "reward_high")
+    found = {(row["label"], row["task"]): plot.estimate(*(row[name] for name in ends)) for row in rows}
+    labels, tasks = plot.names(found)
     lines = [[label, *(found.get((label, task), "") for task in tasks)] for label in labels]
     return plot.markdown("|".join(["", *tasks]), lines)
 
@@ -243,11 +211,12 @@ class Args(BenchmarkArgs):
 def main(args):
     """Make what is missing; draw and write. Raises UserError, and Failed where a run failed."""
     check_ranges(args)
+    check_seeds(args.seeds)
     folder = Path(args.output_dir)
     results, runs = folder / "results", folder / "runs"
     if args.size != "full" and folder.resolve() == HERE:
         raise UserError(f"--size {args.size} takes another --output-dir: the full results are in {folder}")
-    jobs, kept = jobs_of(args), kept_in(results)
+    jobs, kept = jobs_of(args), finished(results)
     for job in jobs:
         if job.name in kept and kept[job.name]["command"] != shlex.join(job.argv):
             raise UserError(f"{results / job.name} is of another command, {kept[job.name]['command']}: delete it first")

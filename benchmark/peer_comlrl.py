@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from utils.cli import UserError
 from utils.episodes import Episodes
 from utils.models import locate
-from utils.run import git_commit, in_columns, versions, write_whole
+from utils.run import git_commit, in_columns, lock, versions, write_whole, writing
 from utils.tasks import batches, load_task
 
 
@@ -152,13 +152,21 @@ def main():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.set_defaults(num_agents=2, early_termination_threshold=None, reward_timeout=None)  # for Episodes
     flags = parser.parse_args()
+    if not isinstance(flags.config, dict):
+        parser.error("--config takes a JSON object")
     flags.model = locate(flags.model)
     metrics = flags.output_dir / "metrics.csv"
     if metrics.exists() and not flags.overwrite:
         sys.exit(f"peer_comlrl: --output-dir takes a folder without a run in it; {flags.output_dir} has one")
-    metrics.unlink(missing_ok=True)
+    with writing(flags.output_dir):
+        flags.output_dir.mkdir(parents=True, exist_ok=True)
+        held = lock(flags.output_dir)  # until the end
+        metrics.unlink(missing_ok=True)
     set_seed(flags.seed)
-    peer = Peer(flags)
+    try:
+        peer = Peer(flags)
+    except ImportError as error:
+        raise UserError(f"{sys.executable} has not the CoMLRL that {flags.algorithm} takes: {error}") from error
     args = dataclasses.asdict(peer.trainer.args) | vars(flags) | flags.config | {"output_dir": str(flags.output_dir)}
     config = {
         "command": ["benchmark/peer_comlrl.py", *sys.argv[1:]],
@@ -167,9 +175,9 @@ def main():
         "git_commit": git_commit(),
     }
     config["versions"]["comlrl"] = importlib.metadata.version("comlrl")
-    flags.output_dir.mkdir(parents=True, exist_ok=True)
     write_whole(flags.output_dir / "config.json", json.dumps(config, indent=2) + "\n")
     peer.train()
+    held.close()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def test_each_worker_takes_a_gpu(script, monkeypatch):
     assert sorted(call["gpus"] for call in calls()) == ["4", "4", "7", "7"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stopped_runs_are_gone_on_with(script, number):
     flags = ["--command", f"{script} --sleep 60", "--seeds", "1", "2", "--workers", "2", "--output-dir", "out"]
     argv = [sys.executable, "-m", "utils.benchmark", *flags, "--name", "x"]
@@ -130,6 +131,8 @@ def test_stopped_runs_are_gone_on_with(script, number):
         logs = [Path(f"out/x/run__{seed}.log") for seed in (1, 2)]
         wait(lambda: all(log.exists() and "under way" in log.read_text() for log in logs))
         process.send_signal(number)
+        time.sleep(0.05)
+        process.send_signal(number)  # as `timeout` does, and not taken for a second one
         _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "the same command goes on" in said, said
     assert {entry["status"] for entry in benchmark.manifest("out").values()} == {"stopped"} and not calls()
@@ -149,7 +152,7 @@ def test_second_signal_ends_at_once(script, tmp_path):
         [
             "bash",
             "-c",
-            f"until grep -q under out/*/*.log; do sleep 0.1; done; kill {os.getpid()}; sleep 1; kill {os.getpid()}",
+            f"until grep -q under out/*/*.log; do sleep 0.1; done; kill {os.getpid()}; sleep 1.5; kill {os.getpid()}",
         ],
         stderr=subprocess.DEVNULL,
     )
@@ -178,15 +181,31 @@ def wait(condition, seconds=60):
         ({"command": "python script.py --task tldr", "tasks": ("code",)}, "--command has --task"),
         ({"command": "python script.py", "seeds": ()}, "--seeds takes"),
         ({"command": "python script.py", "seeds": (1, -1)}, "--seeds takes"),
-        ({"command": "python script.py", "seeds": (1, 1)}, "name script/run__1 twice"),
-        ({"command": "python script.py", "tasks": ("a/t.py", "b/t.py")}, "name script/t__1 twice"),
+        ({"command": "python script.py", "seeds": (1, 1)}, "--seeds takes different numbers of 0 or more, got 1 1"),
+        ({"command": "python script.py", "tasks": ("a/t.py", "b/t.py")}, "--tasks names script/t__1 twice"),
         ({"command": "python script.py", "name": "a/b"}, "--name takes"),
+        ({"command": "python script.py", "name": ".."}, "--name takes"),
     ],
 )
 def test_bad_flags_are_one_line(script, flags, told):
     with pytest.raises(UserError, match=told) as error:
         benchmark.jobs_of(benchmark.Args(**flags))
     assert "\n" not in str(error.value)
+
+
+def test_a_run_that_leaves_no_metrics_failed(script):
+    Path("script.py").write_text("print('usage: none')")
+    _, failed = run(script, name="x", seeds=(1,))
+    assert failed == ["x/run__1"] and benchmark.manifest("out")["x/run__1"]["status"] == "failed"
+
+
+def test_a_finished_run_that_was_deleted_is_made_again_and_a_failed_command_may_be_mended(script):
+    run(script, name="x", seeds=(1, 2))
+    shutil.rmtree("out/x/run__1")
+    run(script, name="x", seeds=(1, 2))
+    assert [call["argv"][1] for call in calls()] == ["1", "2", "1"]
+    assert run(f"{script} --slep 0", name="y", seeds=(1,))[1] == ["y/run__1"]
+    assert not run(f"{script} --sleep 0", name="y", seeds=(1,))[1]
 
 
 def test_other_faults_are_one_line(script):
@@ -209,7 +228,7 @@ def test_task_in_the_command_stays(script):
 
 
 def test_slurm_script_makes_the_same_runs(script, capsys):
-    flags = {"command": f"{script} --sleep '0 '", "tasks": ("a", "b"), "seeds": (1, 2, 5), "output_dir": "o ut"}
+    flags = {"command": f"{script} --sleep '0 '", "tasks": ("a", "b b"), "seeds": (1, 2, 5), "output_dir": "o ut"}
     args = benchmark.Args(**flags, workers=4, slurm_template=True)
     benchmark.main(args)
     text = capsys.readouterr().out

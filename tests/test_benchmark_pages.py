@@ -49,7 +49,10 @@ def test_small_benchmark_is_made_and_made_again(here, capsys):
     page = (here / "out" / "README.md").read_text()
     assert "of old" not in page and page.endswith("<!-- end -->\nThe end.\n")
     for task, values in finals.items():
-        mean, found = sum(values) / 2, re.search(rf"\| {task} \| IPPO, heads \| ([\d.]+) \[([\d.]+), ([\d.]+)\]", page)
+        mean, found = (
+            sum(values) / 2,
+            re.search(rf"\| {task} \| IPPO, heads \| 2 \| [\d.]+ \| ([\d.]+) \[([\d.]+), ([\d.]+)\]", page),
+        )
         assert float(found[1]) == pytest.approx(mean, abs=0.0051)
         ends = [end + 0.075 * (mean - end) for end in sorted(values)]  # 2.5 % on the way along [a, mean, mean, b]
         assert [float(found[2]), float(found[3])] == pytest.approx(ends, abs=0.0051)
@@ -60,8 +63,8 @@ def test_small_benchmark_is_made_and_made_again(here, capsys):
     capsys.readouterr()
     driver.main(driver.Args(**flags))
     assert "starting" not in capsys.readouterr().out
-    shutil.rmtree(here / "out" / "runs")
-    shutil.rmtree(here / "out" / "results" / names[1])
+    for folder in ("runs", "results"):
+        shutil.rmtree(here / "out" / folder / names[1])
     driver.main(driver.Args(**flags))
     said = capsys.readouterr().out
     assert f"starting  {names[1]}" in said and said.count("starting") == 1
@@ -78,6 +81,8 @@ def test_bad_flags_are_one_line(here):
         driver.main(driver.Args(only=("nothing",)))
     with pytest.raises(UserError, match="--only takes regular expressions, got [(]: "):
         driver.main(driver.Args(only=("(",)))
+    with pytest.raises(UserError, match="--seeds takes different numbers of 0 or more, got 1 1"):
+        driver.main(driver.Args(seeds=(1, 1)))
     with pytest.raises(UserError, match="--size quick takes another --output-dir"):
         driver.main(driver.Args(size="quick", output_dir=str(here / "pages")))
 

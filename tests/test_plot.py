@@ -107,9 +107,7 @@ def test_the_numbers_of_the_table(runs, tmp_path):
                     reached.append(8 * (k + 1))
                     break
         assert row["seeds_to_threshold"] == len(reached)
-        assert row["samples_to_threshold"] == pytest.approx(
-            sum(reached) / len(reached) if reached else np.nan, nan_ok=True
-        )
+        assert row["samples_to_threshold"] == (sorted(reached) + [np.inf] * 3)[1]  # of three seeds the second
     assert {row["threshold"] for row in rows if row["task"] == "tldr"} == {0.8}
     first, best = (rows[0]["first_reward"] + rows[1]["first_reward"]) / 2, rows[0]["reward"]
     assert rows[0]["threshold"] == rows[1]["threshold"] == pytest.approx(first + 0.9 * (best - first))
@@ -129,7 +127,7 @@ def test_it_writes_the_same_bytes_every_time(runs, tmp_path, monkeypatch, capsys
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
     table = (tmp_path / "one" / "table.md").read_text()
-    assert "| code | B | 3 | 0.71 [0.63, 0.79] |" in table and ": never (0/3) |" in table
+    assert "| code | B | 3 | 0.05 | 0.71 [0.63, 0.79] |" in table and ": never (0/3) |" in table
     with open(tmp_path / "one" / "table.csv", newline="") as file:
         row = next(csv.DictReader(file))
     assert (row["label"], row["task"], row["seeds"], row["joint_samples"]) == ("A", "code", "3", "160")

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from utils.checkpoint import read_json
 from utils.cli import Stopped, UserError, command_line, one_line
 from utils.ranges import Count, check_ranges
 from utils.run import write_whole, writing
@@ -89,39 +90,52 @@ def jobs_of(args):
             raise UserError(f"--command has {flag}, which each run gets from --tasks, --seeds and --output-dir")
     flags = [word.strip("-") for word in words[words.index(script) + 1 :]]
     name = args.name or re.sub(r"[^\w.-]+", "_", "_".join([Path(script).stem, *flags]))
-    if name != Path(name).name:
+    if name != Path(name).name or name == "..":
         raise UserError(f"--name takes the name of a folder, got {name}")
-    if not args.seeds or min(args.seeds) < 0:
-        raise UserError(f"--seeds takes numbers of 0 or more, got {shlex.join(map(str, args.seeds)) or 'none'}")
+    check_seeds(args.seeds)
     jobs = {}
     for task in args.tasks or (None,):
         for seed in args.seeds:
             folder = f"{name}/{Path(task).stem if task else 'run'}__{seed}"
             if folder in jobs:
-                raise UserError(f"--tasks and --seeds name {folder} twice")
+                raise UserError(f"--tasks names {folder} twice")
             jobs[folder] = Job(folder, [*words, *(["--task", task] if task else []), "--seed", str(seed)])
     return [*jobs.values()]
+
+
+def check_seeds(seeds):
+    """Raise UserError unless these are seeds, each once."""
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise UserError(f"--seeds takes different numbers of 0 or more, got {' '.join(map(str, seeds)) or 'none'}")
 
 
 def run_jobs(jobs, output_dir, workers=1, threads=1):
     """Make the runs that are not finished, so many at a time; returns the names of those that failed.
 
-    SIGINT and SIGTERM let the runs under way save and end, then raise Stopped; a second one ends them at once. Raises
-    UserError for a finished run of another command.
+    SIGINT, SIGTERM and SIGHUP let the runs under way save and end, then raise Stopped; a second one ends them at once,
+    if a second has passed (some send one twice). Raises UserError for a finished run of another command.
     """
-    output_dir, known = Path(output_dir), manifest(output_dir)
+    output_dir, done = Path(output_dir), finished(output_dir)
     with writing(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
     for job in jobs:
-        there = known.get(job.name, {}).get("command", shlex.join(job.argv))
+        there = done.get(job.name, {}).get("command", shlex.join(job.argv))
         if there != shlex.join(job.argv):
             raise UserError(f"{output_dir / job.name} is of another command, {there}: give another --name or folder")
-    waiting = deque(job for job in jobs if known.get(job.name, {}).get("status") != "finished")
+    waiting = deque(job for job in jobs if job.name not in done)
     tqdm.write(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are finished; {workers} at a time, in {output_dir}")
     active, failed, slots, signals, passed_on = [], [], deque(range(workers)), [], 0
     look = {"bar_format": "{desc}", "dynamic_ncols": True, "leave": False, "disable": None}  # None: on a terminal alone
     lines = [tqdm(position=slot, **look) for slot in slots]
-    handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def on_signal(number, _):
+        if not signals or time.monotonic() - signals[-1][0] > 1:
+            signals.append((time.monotonic(), number))
+
+    heard = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
+        heard.append(signal.SIGHUP)
+    handlers = {number: signal.signal(number, on_signal) for number in heard}
     try:
         while active or (waiting and not signals):
             while waiting and slots and not signals:
@@ -140,6 +154,8 @@ def run_jobs(jobs, output_dir, workers=1, threads=1):
                     active.remove(job)
                     slots.append(job.slot)
                     status = "finished" if job.process.returncode == 0 else "stopped" if signals else "failed"
+                    if status == "finished" and not is_run(output_dir / job.name):
+                        status = "failed"
                     failed += [job.name] if status == "failed" else []
                     record(job, output_dir, status, threads, workers)
     finally:
@@ -150,7 +166,7 @@ def run_jobs(jobs, output_dir, workers=1, threads=1):
         for line in reversed(lines):
             line.close()
     if signals:
-        raise Stopped("the runs under way are saved; the same command goes on with them", signals[0])
+        raise Stopped("the runs under way are saved; the same command goes on with them", signals[0][1])
     return failed
 
 
@@ -175,7 +191,7 @@ def start(job, output_dir, threads):
         try:  # in a session of its own, so that Ctrl-C comes from here, once
             job.process = subprocess.Popen(argv, **says, start_new_session=True)
         except OSError as error:
-            raise UserError(f"--command: {argv[0]} can't be run: {error.strerror}") from error
+            raise UserError(f"{program} can't be run: {error.strerror}") from error
 
 
 def last_line(output_dir, job):
@@ -196,7 +212,7 @@ def record(job, output_dir, status, threads, workers):
         entry |= {"seconds": round(earlier + seconds, 1), "ended": time.strftime("%Y-%m-%d %H:%M:%S")}
         entry |= {"threads": threads, "workers": workers, "machine": machine()}
         if status == "finished":
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config = read_json(folder / "config.json")
             entry |= {"commit": config.get("git_commit"), "versions": config.get("versions"), "metrics": digest(folder)}
         runs[job.name] = entry
         write_manifest(output_dir, runs)
@@ -215,10 +231,17 @@ def locked(output_dir):
 def manifest(output_dir):
     """What manifest.json says of the runs, by name. Raises UserError where it can't be read."""
     path = Path(output_dir) / "manifest.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} can't be read: {one_line(error)}") from error
+    return read_json(path) if path.is_file() else {}
+
+
+def is_run(folder):
+    return (folder / "config.json").is_file() and (folder / "metrics.csv").is_file()
+
+
+def finished(output_dir):
+    """The manifest's lines of the runs that are finished and there, by name."""
+    entries = manifest(output_dir).items()
+    return {k: entry for k, entry in entries if entry.get("status") == "finished" and is_run(Path(output_dir) / k)}
 
 
 def write_manifest(output_dir, runs):
@@ -235,7 +258,7 @@ def digest(folder):
 def machine():
     """The processor, its cores, the system and the GPUs, as far as they tell."""
     cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, TypeError):  # TypeError: ARM has no such line
         cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     found = {"cpu": cpu, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
@@ -249,7 +272,7 @@ def slurm_script(args, jobs):
     tasks, seeds = (shlex.join(map(str, values)) for values in (args.tasks or ("",), args.seeds))
     own = ["--command", args.command, "--name", Path(jobs[0].name).parts[0], "--output-dir", args.output_dir]
     own += ["--threads", str(args.threads)]
-    task = "--tasks ${tasks[SLURM_ARRAY_TASK_ID / ${#seeds[@]}]} " if args.tasks else ""
+    task = '--tasks "${tasks[SLURM_ARRAY_TASK_ID / ${#seeds[@]}]}" ' if args.tasks else ""
     return f"""#!/bin/bash
 #SBATCH --job-name={own[3]}
 #SBATCH --array=0-{len(jobs) - 1}%{args.workers}
@@ -257,10 +280,11 @@ def slurm_script(args, jobs):
 ##SBATCH --gpus-per-task=1
 #SBATCH --mem-per-cpu=4G
 #SBATCH --time=24:00:00
+#SBATCH --signal=B:TERM@600
 
 tasks=({tasks})
 seeds=({seeds})
-python -m utils.benchmark {shlex.join(own)} \\
+exec python -m utils.benchmark {shlex.join(own)} \\
     {task}--seeds ${{seeds[SLURM_ARRAY_TASK_ID % ${{#seeds[@]}}]}}
 """
 

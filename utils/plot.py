@@ -31,8 +31,11 @@ REPEATS = 2000  # resamples for an interval by rliable, which is slow
 FREE = {"--seed", *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(FolderArgs))}
 BROKEN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, csv.Error)  # what a bad file raises
 READ_AS = "Means over seeds; reward and log-probability are of the last tenth of updates. In brackets are 95 % "
-READ_AS += "intervals, a percentile bootstrap over seeds. The threshold is reached at the first update whose smoothed "
-READ_AS += "reward is as high: the mean over the seeds that reached it, and how many did. Time is without evaluation."
+READ_AS += "intervals, a percentile bootstrap over seeds, which of fewer than five is no wider than the seeds. The "
+READ_AS += (
+    "threshold is reached at the first update whose reward, smoothed over nine, is as high: the median over seeds, "
+)
+READ_AS += "and how many reached it. Time is without held-out evaluation."
 
 
 @dataclass
@@ -209,16 +212,16 @@ def table(groups, thresholds=None):
         found = {label: curves for (label, of), curves in groups.items() if of == task}
         first = np.mean([curve.first for curves in found.values() for curve in curves])
         best = max(np.mean([curve.final for curve in curves]) for curves in found.values())
-        threshold = (thresholds or {}).get(task, first + 0.9 * (best - first))
+        threshold = (thresholds or {}).get(task, first + 0.9 * (best - first) if best > first else np.nan)
         for label, curves in found.items():
             start, final, held_out, logprob = np.mean([curve[-4:] for curve in curves], axis=0)
             low, high = interval([curve.final for curve in curves])
-            reached = [c.steps[c.rewards >= threshold][0] for c in curves if max(c.rewards) >= threshold]
+            reached = np.array([min(c.steps[c.rewards >= threshold], default=np.inf) for c in curves])
             samples, seconds = np.mean([(curve.steps[-1], curve.seconds[-1]) for curve in curves], axis=0)
             row = {"task": task, "label": label, "seeds": len(curves), "reward": final, "reward_low": low}
             row |= {"reward_high": high, "first_reward": start, "held_out_reward": held_out}
             row |= {"reference_logprob": logprob, "joint_samples": samples, "threshold": threshold}
-            row |= {"samples_to_threshold": np.mean(reached) if reached else np.nan, "seeds_to_threshold": len(reached)}
+            row |= {"samples_to_threshold": np.median(reached), "seeds_to_threshold": int(np.isfinite(reached).sum())}
             rows.append(row | {"seconds": seconds, "samples_per_second": samples / seconds})
     return rows
 
@@ -242,15 +245,20 @@ def write_table(rows, folder):
     with open(folder / "table.csv", "w", newline="", encoding="utf-8") as file:
         plain = [[x if isinstance(x, str) else "" if np.isnan(x) else f"{x:.9g}" for x in row.values()] for row in rows]
         csv.writer(file, lineterminator="\n").writerows([rows[0], *plain])
-    header = "task|label|seeds|reward|first reward|held-out reward|log-prob. under the initial model|joint samples"
-    header += "|joint samples to the threshold|seconds of updates|samples/s"
+    (folder / "table.md").write_text("\n".join([*table_lines(rows), READ_AS, ""]), encoding="utf-8")
+
+
+def table_lines(rows):
+    """The rows of `table` as lines of Markdown."""
+    header = "task|label|seeds|first reward|reward|held-out reward|log-prob. under the initial model|joint samples"
+    header += "|joint samples to the threshold|seconds|samples/s"
     lines = []
     for row in rows:
-        task, label, seeds, *reward, first, held_out, logprob, samples, goal, mean, count, seconds, speed = row.values()
-        reached = f"{goal:.2f}: {number(mean, 0) or 'never'} ({count}/{seeds})"
-        lines.append([task, label, seeds, estimate(*reward), *map(number, (first, held_out, logprob))])
-        lines[-1] += [number(samples, 0), reached, number(seconds, 0), number(speed, 1)]
-    (folder / "table.md").write_text("\n".join([*markdown(header, lines), READ_AS, ""]), encoding="utf-8")
+        task, label, seeds, *reward, first, held_out, logprob, steps, goal, median, count, seconds, speed = row.values()
+        reached = f"{goal:.2f}: {f'{median:.0f}' if np.isfinite(median) else 'never'} ({count}/{seeds})"
+        lines.append([task, label, seeds, number(first), estimate(*reward), *map(number, (held_out, logprob))])
+        lines[-1] += [number(steps, 0), "" if np.isnan(goal) else reached, number(seconds, 0), number(speed, 1)]
+    return markdown(header, lines)
 
 
 def aggregate(groups, ranges=None):
@@ -360,9 +368,9 @@ def main(args):
     groups, folder = load(args.runs), Path(args.output_dir)
     thresholds = by_task("thresholds", args.thresholds, "TASK=REWARD", names(groups)[1])
     ranges = by_task("ranges", args.ranges, "TASK=LOW:HIGH", names(groups)[1])
-    if (folder / "config.json").exists():
-        raise UserError(f"--output-dir {folder} is a run's folder, and its curves.png would be replaced")
     try:
+        if (folder / "config.json").exists():
+            raise UserError(f"--output-dir {folder} is a run's folder, and its curves.png would be replaced")
         folder.mkdir(parents=True, exist_ok=True)
         draw(groups, folder / "curves.png", args.by)
         draw_finals(groups, folder / "finals.png")
