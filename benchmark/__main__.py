@@ -31,7 +31,8 @@ HERE = Path(__file__).resolve().parent
 IPPO, IAC, PPO = (f"python {name}_llm.py" for name in ("ippo", "iac", "ppo"))
 THIRD = "--num-train-epochs 1"
 TASKS = {"tldr": "", "number": "--num-turns 3 --max-new-tokens 4", "code": "--max-new-tokens 48"}
-ONE_TURN = TASKS | {"number": "--max-new-tokens 4"}
+NUMBER = {"number": "--max-new-tokens 4"}  # one turn
+ONE_TURN = TASKS | NUMBER
 TEAM = {"tldr": "--num-agents 2", "number": "--num-agents 2 --max-turns 3 --max-output-tokens 4"}
 TEAM |= {"code": "--num-agents 2 --max-output-tokens 48"}
 TLDR, GUESS = {"tldr": ""}, {"guess": ""}
@@ -44,6 +45,8 @@ RUNS = {  # group: command, tasks
     "ppo": (PPO, TEAM | GUESS),
     "ippo_third": (f"{IPPO} --use-separate-critic {THIRD}", ONE_TURN),
     "iac_third": (f"{IAC} --use-separate-critic {THIRD}", ONE_TURN),
+    "ippo_no_kl": (f"{IPPO} --use-separate-critic {THIRD} --kl-coef 0", NUMBER),
+    "iac_no_kl": (f"{IAC} --use-separate-critic {THIRD} --kl-coef 0", NUMBER),
     "comlrl_ippo": (f"python -m benchmark.peer_comlrl ippo --critic separate {THIRD}", ONE_TURN),
     "comlrl_iac": (f"python -m benchmark.peer_comlrl iac --critic separate {THIRD}", ONE_TURN),
 }
@@ -117,7 +120,8 @@ def jobs_of(args):
 PICTURES = {  # name: groups by label
     "main": {"IPPO, critics": "ippo_critic", "IPPO, heads": "ippo_head", "IAC, critics": "iac_critic"}
     | {"IAC, heads": "iac_head", "PPO, adapters": "ppo"},
-    "comlrl": {"IPPO": "ippo_third", "CoMLRL's IPPO": "comlrl_ippo", "IAC": "iac_third", "CoMLRL's IAC": "comlrl_iac"},
+    "comlrl": {"IPPO": "ippo_third", "CoMLRL's IPPO": "comlrl_ippo", "IAC": "iac_third", "CoMLRL's IAC": "comlrl_iac"}
+    | {"IPPO, no KL penalty": "ippo_no_kl", "IAC, no KL penalty": "iac_no_kl"},
 }
 for script, details in DETAILS.items():
     changed = {detail: group_of(script, detail) for detail in details}
