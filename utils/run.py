@@ -447,12 +447,12 @@ def versions():
 
 
 def git_commit():
-    """The commit of this code, with `+` after it where files but documents differ; None outside a git checkout."""
+    """The commit of this code, with `+` after it where a .py or a file in utils/ differs; None: no checkout."""
     here = Path(__file__).resolve().parent
     try:
         say = {"cwd": here, "capture_output": True, "text": True, "check": True}
         commit = subprocess.run(["git", "rev-parse", "HEAD"], **say).stdout.strip()
-        differing = ["git", "status", "--porcelain", "-uno", "--", ":(top)", ":(top,exclude)*.md"]
+        differing = ["git", "status", "--porcelain", "-uno", "--", ":(top)*.py", ":(top)utils"]
         return commit + "+" * bool(subprocess.run(differing, **say).stdout.strip())
     except (OSError, subprocess.CalledProcessError):
         return None
