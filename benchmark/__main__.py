@@ -153,10 +153,11 @@ def pictures(results, folder):
     """Draw what the results allow; returns the tables' lines of Markdown by name."""
     tables = {}
     for name, groups in PICTURES.items():
-        there = {label: group for label, group in groups.items() if any(results.glob(f"{group}/*__*"))}
+        task = ("guess" if name == "ppo" else "tldr") if name in DETAILS else "*"
+        there = {label: group for label, group in groups.items() if any(results.glob(f"{group}/{task}__*"))}
         if not there:
             continue
-        curves = plot.load([f"{label}:{results / group}/*__*" for label, group in there.items()])
+        curves = plot.load([f"{label}:{results / group}/{task}__*" for label, group in there.items()])
         curves = {key: curves[key] for key in sorted(curves, key=lambda key: ORDER.index(key[1]))}
         (plot.draw_finals if name in DETAILS else plot.draw)(curves, folder / f"{name}.png")
         rows = plot.table(curves)
