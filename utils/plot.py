@@ -32,10 +32,8 @@ FREE = {"--seed", *(f"--{field.name.replace('_', '-')}" for field in dataclasses
 BROKEN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, csv.Error)  # what a bad file raises
 READ_AS = "Means over seeds; reward and log-probability are of the last tenth of updates. In brackets are 95 % "
 READ_AS += "intervals, a percentile bootstrap over seeds, which of fewer than five is no wider than the seeds. The "
-READ_AS += (
-    "threshold is reached at the first update whose reward, smoothed over nine, is as high: the median over seeds, "
-)
-READ_AS += "and how many reached it. Time is without held-out evaluation."
+READ_AS += "threshold is reached at the first update whose reward, smoothed over nine, is as high: the median over "
+READ_AS += "seeds, and how many reached it. Time is without held-out evaluation."
 
 
 @dataclass
