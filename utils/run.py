@@ -94,7 +94,7 @@ class Run:
         self.main_process = accelerator.is_main_process
         self.step = self.saved = self.stop = 0  # updates done, updates in the last checkpoint, the signal that came
         self.rows, self.samples, self.seconds, self.totals = [], [], {}, {}
-        self.wandb = self.wandb_id = self.bar = self.lock = None
+        self.wandb = self.wandb_id = self.bar = self.lock = self.heard = None
         self.started, self.drawn_at, self.drawing = time.time(), 0.0, 0.0
         self.random, self.handlers = random_state(generator), {}
 
@@ -177,11 +177,13 @@ class Run:
         tqdm.write(f"writing {self.folder}")
 
     def on_signal(self, number, frame):
-        self.stop = number
-        for each in self.handlers:
-            signal.signal(each, signal.SIG_DFL)  # a second one ends the run at once
-        told = "the update under way is finished and saved, then the run stops; once more, and it stops at once"
-        os.write(2, f"\n{signal.Signals(number).name}: {told}\n".encode())
+        if self.heard is None:
+            self.stop, self.heard = number, time.monotonic()
+            told = "the update under way is finished and saved, then the run stops; once more, and it stops at once"
+            os.write(2, f"\n{signal.Signals(number).name}: {told}\n".encode())
+        elif time.monotonic() - self.heard > 1:  # sooner it is no second one: `timeout` sends its own twice
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def progress(self, iterable):
         """Pass through an iterable of updates, showing a bar."""
