@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from utils import plot
 from utils.benchmark import Failed, Job, check_seeds, finished, locked, run_jobs, write_manifest
 from utils.cli import UserError, command_line
@@ -43,6 +45,7 @@ RUNS = {  # group: command, tasks
     "iac_critic": (f"{IAC} --use-separate-critic", TASKS),
     "iac_head": (IAC, TASKS),
     "ppo": (PPO, TEAM | GUESS),
+    "ippo_head_loss": (f"{IPPO} --value-loss-coef 0.5", TLDR),
     "ippo_third": (f"{IPPO} --use-separate-critic {THIRD}", ONE_TURN),
     "iac_third": (f"{IAC} --use-separate-critic {THIRD}", ONE_TURN),
     "ippo_no_kl": (f"{IPPO} --use-separate-critic {THIRD} --kl-coef 0", NUMBER),
@@ -122,7 +125,9 @@ PICTURES = {  # name: groups by label
     | {"IAC, heads": "iac_head", "PPO, adapters": "ppo"},
     "comlrl": {"IPPO": "ippo_third", "CoMLRL's IPPO": "comlrl_ippo", "IAC": "iac_third", "CoMLRL's IAC": "comlrl_iac"}
     | {"IPPO, no KL penalty": "ippo_no_kl", "IAC, no KL penalty": "iac_no_kl"},
+    "heads": {"critics": "ippo_critic", "heads": "ippo_head", "heads, value loss times 0.5": "ippo_head_loss"},
 }
+ONE_TASK = {"heads": "tldr", "ippo": "tldr", "iac": "tldr", "ppo": "guess"}  # of a picture; else it has all
 for script, details in DETAILS.items():
     changed = {detail: group_of(script, detail) for detail in details}
     PICTURES[script] = {"default": f"{script}_third"} | changed
@@ -153,7 +158,7 @@ def pictures(results, folder):
     """Draw what the results allow; returns the tables' lines of Markdown by name."""
     tables = {}
     for name, groups in PICTURES.items():
-        task = ("guess" if name == "ppo" else "tldr") if name in DETAILS else "*"
+        task = ONE_TASK.get(name, "*")
         there = {label: group for label, group in groups.items() if any(results.glob(f"{group}/{task}__*"))}
         if not there:
             continue
@@ -166,6 +171,7 @@ def pictures(results, folder):
         picture = f"![{kind}: {'; '.join(there)}]({name}.png)"
         tables |= {name: [picture, "", *plot.table_lines(rows)], f"{name} in short": rewards_of(rows)}
         tables[f"{name} commands"] = plot.markdown("|command, but for task and seed", commands)
+        tables[f"{name} in time"] = in_time(curves)
         try:
             found = plot.aggregate(curves)
         except UserError as reason:
@@ -182,6 +188,30 @@ def rewards_of(rows):
     labels, tasks = plot.names(found)
     lines = [[label, *(found.get((label, task), "") for task in tasks)] for label in labels]
     return plot.markdown("|".join(["", *tasks]), lines)
+
+
+def in_time(curves):
+    """How long ours and CoMLRL's take, and how soon ours reach the reward that CoMLRL's end with: lines of Markdown.
+
+    Ours reach it where the mean over seeds of the smoothed rewards does; theirs is the mean over the last tenth.
+    """
+    lines = []
+    for (label, task), ours in curves.items():
+        theirs = curves.get((f"CoMLRL's {label.split(',')[0]}", task))
+        if not theirs:
+            continue
+        goal, whole = np.mean([(curve.final, curve.seconds[-1]) for curve in theirs], axis=0)
+        shortest = min((curve.steps for curve in ours), key=len)
+        ours = [(curve.rewards[: len(shortest)], curve.seconds[: len(shortest)]) for curve in ours]
+        rewards, seconds = np.mean(ours, axis=0)
+        lines.append([task, label, f"{seconds[-1]:.0f}", f"{whole:.0f}", f"{whole / seconds[-1]:.1f}", f"{goal:.3f}"])
+        if (rewards >= goal).any():
+            k = np.argmax(rewards >= goal)
+            lines[-1] += [f"{shortest[k]:.0f}", f"{seconds[k]:.0f}", f"{whole / seconds[k]:.1f}"]
+        else:
+            lines[-1] += ["never", "", ""]
+    header = "task|label|seconds|CoMLRL's seconds|times as long|reward CoMLRL's ends with|joint samples to it"
+    return plot.markdown(f"{header}|seconds to it|CoMLRL's, times as long", lines)
 
 
 def fill(pages, tables, folder):

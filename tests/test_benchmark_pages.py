@@ -11,6 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 import benchmark.__main__ as driver
+from utils import plot
 from utils.benchmark import manifest
 from utils.cli import UserError
 
@@ -110,6 +111,21 @@ def test_pictures_are_of_groups_that_are_run():
     pages = "".join(path.read_text() for path in (ROOT / "benchmark").glob("*.md"))
     marks = set(re.findall(r"<!-- (.*?) -->\n", pages)) - {"end"}
     assert marks <= {
-        f"{name}{kind}" for name in driver.PICTURES for kind in ("", " in short", " commands", " over tasks")
+        f"{name}{kind}"
+        for name in driver.PICTURES
+        for kind in ("", " in short", " in time", " commands", " over tasks")
     }
     assert {"main", "comlrl"} <= marks
+
+
+def test_how_soon_a_peers_reward_is_reached():
+    def curve(rewards, final, every):
+        steps = np.arange(1, len(rewards) + 1)
+        return plot.Curve(Path(), {}, 1, steps * 64, steps * every, np.array(rewards), 0.0, final, 0.0, 0.0)
+
+    ours = [curve([0.0, 1.0, 2.0], 2.0, 10.0), curve([0.0, 0.5, 1.0, 9.0], 9.0, 12.0)]  # together 0, 0.75, 1.5
+    theirs = [curve([0.0, 0.0], 0.6, 50.0), curve([0.0, 0.0], 0.9, 60.0)]  # 0.75 in 110 seconds
+    groups = {("IPPO", "a"): ours, ("CoMLRL's IPPO", "a"): theirs, ("IPPO, more", "a"): theirs, ("IAC", "a"): ours}
+    lines = driver.in_time(groups)
+    assert lines[2] == "| a | IPPO | 33 | 110 | 3.3 | 0.750 | 128 | 22 | 5.0 |"
+    assert lines[3] == "| a | IPPO, more | 110 | 110 | 1.0 | 0.750 | never |  |  |" and lines[4:] == [""]

@@ -33,9 +33,20 @@ def test_every_command_parses():
             parse(SCRIPTS[script].Args, shlex.split(flags))
 
 
+def test_every_link_leads_somewhere():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/*.md")]
+    links = [(page, *link) for page in pages for link in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", page.read_text())]
+    assert len(links) > 15
+    for page, path, anchor in links:
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page} leads to {path}"
+        titles = re.findall(r"^#+ (.*)", target.read_text(), flags=re.M) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("title", ["All scripts", "`ippo_llm.py` and `iac_llm.py`", "`ppo_llm.py`"])
 def test_the_table_of_flags_is_that_of_the_code(title):
-    section = README.split(f"### {title}\n")[1].split("\n##")[0]
+    section = (ROOT / "docs/flags.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
     shared, scripts = (
         title == "All scripts",
         [name for name in SCRIPTS if f"`{name}.py`" in title or title == "All scripts"],
