@@ -106,7 +106,7 @@ class IPPOArgs:
     action_granularity: Literal["token", "turn"] = "token"  # an action is one token, or one whole response
     gae_lambda: Share = 0.95  # lambda of generalised advantage estimation
     rollout_buffer_size: Count = 64  # joint samples (episodes of the team) between two updates, over all processes
-    ppo_epochs: Count = 1  # passes over a rollout
+    ppo_epochs: Count = 1  # passes over a rollout; there is no ratio to correct later ones
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Make every run, table and picture of this folder, one run at a time on two threads.
 
-    python -m benchmark                                         four hours
+    python -m benchmark                                         about four hours
     python -m benchmark --size quick --output-dir runs/quick    the same pictures from a few updates of each run
 
 Runs are made in <output-dir>/runs; of each, <output-dir>/results keeps metrics.csv, which is the same to the byte every
@@ -125,7 +125,7 @@ PICTURES = {  # name: groups by label
     | {"IAC, heads": "iac_head", "PPO, adapters": "ppo"},
     "comlrl": {"IPPO": "ippo_third", "CoMLRL's IPPO": "comlrl_ippo", "IAC": "iac_third", "CoMLRL's IAC": "comlrl_iac"}
     | {"IPPO, no KL penalty": "ippo_no_kl", "IAC, no KL penalty": "iac_no_kl"},
-    "heads": {"critics": "ippo_critic", "heads": "ippo_head", "heads, value loss times 0.5": "ippo_head_loss"},
+    "heads": {"critics": "ippo_critic", "heads": "ippo_head", "heads, --value-loss-coef 0.5": "ippo_head_loss"},
 }
 ONE_TASK = {"heads": "tldr", "ippo": "tldr", "iac": "tldr", "ppo": "guess"}  # of a picture; else it has all
 for script, details in DETAILS.items():

@@ -1,9 +1,10 @@
 """Peak resident memory of a training run: one agent, a team on one shared base, and a team that is fine-tuned in full.
 
-    python -m benchmark.memory FOLDER --agents 4
+    python -m benchmark.random_lm large --layers 8 --width 512 --vocabulary 8192
+    python -m benchmark.memory large --agents 4
 
-FOLDER is a model's. Each run is a process of its own, which trains for two updates of 16 joint samples; prints a row
-for each.
+Those that are fine-tuned in full have a critic model each. Each run is a process of its own, which trains for two
+updates of 16 joint samples; prints a row for each.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def main():
         command = [sys.executable, "-m", "benchmark.memory", flags.folder, "--one", script, str(agents)]
         peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
         first = first or peak
-        name = f"`{script}.py`, {agents} agent{'s' * (agents > 1)}" + ", in full" * (script == "ippo_llm")
+        name = f"`{script}.py`, {agents} agent{'s' * (agents > 1)}" + ", in full, critics too" * (script == "ippo_llm")
         print(f"| {name} | {peak / 2**20:.0f} MiB | {peak / first:.2f} |", flush=True)
 
 

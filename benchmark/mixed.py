@@ -1,8 +1,9 @@
 """Sampling for a team: all agents' prompts in one batch of mixed adapters, or agent by agent.
 
-    python -m benchmark.mixed FOLDER
+    python -m benchmark.random_lm small
+    python -m benchmark.mixed small
 
-FOLDER is a model's. Prints, for teams and batches of several sizes, the seconds of each way (medians), and their ratio.
+Prints, for teams and batches of several sizes, the seconds of each way (medians), and their ratio.
 """
 
 import argparse

@@ -5,10 +5,11 @@
     pip install --no-deps comlrl==1.4.3                # iac; for ippo comlrl==1.2.6, the last release that has it
     python -m benchmark.peer_comlrl iac --task tldr --seed 1 --output-dir runs/peer_iac_1
 
-Two agents get the prompts that our scripts give them, token for token, about the same items in the same order. What
-both sides have is set as in our scripts; the rest is the peer's default, or --config '{"name": value}'. A row is the
-joint samples between two updates. Its seconds: `sample` is generate(), `reward` our reward_func, `evaluate` the rest
-of the peer's _collect_rollouts, `update` what is left of the clock.
+Two agents get the prompts that our scripts give them, token for token, about the same items in the same order.
+Sampling, learning rates, buffers and mini-batches are as in our scripts; the rest, the value loss's weight among it, is
+the peer's default, or --config '{"name": value}'. A row is the joint samples between two updates. Its seconds: `sample`
+is generate(), `reward` our reward_func, `evaluate` the rest of the peer's _collect_rollouts, `update` what is left of
+the clock.
 """
 
 import argparse

@@ -1,12 +1,13 @@
 """How fast a script samples and learns, and how much of that is the model's own work.
 
-    python -m benchmark.speed FOLDER --prompts 64 --new-tokens 64
-    python -m benchmark.speed FOLDER --script ppo_llm --agents 1
+    python -m benchmark.random_lm small
+    python -m benchmark.speed small
+    python -m benchmark.speed small --script ppo_llm --agents 1
 
-Agents answer the prompts of FOLDER's model and learn from them in one pass, a few times over; ppo_llm's adapters are of
-rank 8 on the attention's four projections. Prints one JSON line: joint samples and new tokens per second (median
-iteration), samples per second of the first iteration and of all, and the share of the time that is not spent inside a
-forward pass, a backward pass or an optimiser step.
+Agents that start from a model's folder answer prompts and learn from them in one pass, a few times over; ppo_llm's
+adapters are of rank 8 on the attention's four projections. Prints one JSON line: joint samples and new tokens per
+second (median iteration), samples per second of the first iteration and of all, and the share of the time that is not
+spent inside a forward pass, a backward pass or an optimiser step.
 """
 
 import argparse
@@ -22,15 +23,11 @@ from transformers import AutoModelForCausalLM
 
 import ippo_llm
 import ppo_llm
+from benchmark.peer_speed import prompts, reward_func
 
 
 def train_dataset(size, seed):
-    asks = [f"Write a short story, number {k:04d}, about the sea: " for k in range(size)]
-    return datasets.Dataset.from_list([{"prompt": ask} for ask in asks])
-
-
-def reward_func(*completions):
-    return [-abs(len(last) / max(len(first), 1) - 2.0) for first, *_, last in zip(*completions, completions[-1])]
+    return datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts(size)])
 
 
 TASK = SimpleNamespace(
