@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import ippo_llm
 import ppo_llm
 from benchmark import speed
+from benchmark.peer_speed import model_folder
 
 
 def reward_func(*completions):
@@ -37,7 +38,7 @@ def train(script, agents, folder, output_dir):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="a model's folder")
+    parser.add_argument("folder", type=model_folder, help="a model's folder")
     parser.add_argument("--agents", type=int, default=4, help="agents in the team (default %(default)s)")
     parser.add_argument("--one", nargs=2, metavar=("SCRIPT", "AGENTS"), help="train, and print the bytes, of one run")
     flags = parser.parse_args()

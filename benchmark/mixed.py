@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_llm
 from benchmark import speed
+from benchmark.peer_speed import model_folder
 from utils.adapters import add_adapters, lora_config
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="a model's folder")
+    parser.add_argument("folder", type=model_folder, help="a model's folder")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     flags = parser.parse_args()

@@ -15,11 +15,20 @@ Prints one JSON line: joint samples and new tokens per second of all that is sam
 
 import argparse
 import json
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+
+def model_folder(path):
+    """The argument `folder` of a command."""
+    if not (Path(path) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{path} is no model's folder; python -m benchmark.random_lm makes one")
+    return path
 
 
 def prompts(size):
@@ -111,16 +120,19 @@ def trl(flags):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", choices=["comlrl_ippo", "comlrl_iac", "agilerl", "trl"])
-    parser.add_argument("folder", help="a model's folder")
+    parser.add_argument("folder", type=model_folder, help="a model's folder")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=16, help="samples at once, of agilerl and trl")
     flags = parser.parse_args()
     torch.manual_seed(0)
-    if flags.peer.startswith("comlrl"):
-        run, lengths = comlrl(flags.peer.removeprefix("comlrl_"), flags)
-    else:
-        run, lengths = {"agilerl": agilerl, "trl": trl}[flags.peer](flags)
+    try:
+        if flags.peer.startswith("comlrl"):
+            run, lengths = comlrl(flags.peer.removeprefix("comlrl_"), flags)
+        else:
+            run, lengths = {"agilerl": agilerl, "trl": trl}[flags.peer](flags)
+    except ImportError as error:
+        parser.error(f"{sys.executable} has not what {flags.peer} takes: {error}")
     start = time.perf_counter()
     run()
     seconds = time.perf_counter() - start

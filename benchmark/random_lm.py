@@ -37,8 +37,11 @@ def main():
     sizes |= {"num_hidden_layers": flags.layers, "num_attention_heads": 4, "num_key_value_heads": 4}
     ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, **ends, max_position_embeddings=2048, tie_word_embeddings=True))
-    model.save_pretrained(flags.folder)
-    make_tokenizer().save_pretrained(flags.folder)
+    try:
+        model.save_pretrained(flags.folder)
+        make_tokenizer().save_pretrained(flags.folder)
+    except OSError as error:
+        parser.error(f"{flags.folder} can't be written: {error.strerror}")
     print(f"wrote {flags.folder}: {sum(x.numel() for x in model.parameters()) / 1e6:.1f} million parameters")
 
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import ippo_llm
 import ppo_llm
-from benchmark.peer_speed import prompts, reward_func
+from benchmark.peer_speed import model_folder, prompts, reward_func
 
 
 def train_dataset(size, seed):
@@ -58,7 +58,7 @@ class Stopwatch:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="a model's folder")
+    parser.add_argument("folder", type=model_folder, help="a model's folder")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--iterations", type=int, default=10)

@@ -172,7 +172,10 @@ def draw(groups, path, by="both"):
     kinds = kinds if by == "both" else {by: kinds[by]}
     blocks = math.ceil(len(tasks) / 4)
     columns = math.ceil(len(tasks) / blocks)
-    figure = Figure(figsize=(8.5 if columns > 1 else 5, 0.7 + 2.1 * blocks * len(kinds)), layout="constrained")
+    width = 8.5 if columns > 1 else 5
+    fit = max(1, int(width * 13) // (max(map(len, labels)) + 8))  # labels that stand side by side
+    height = 0.5 + 0.2 * math.ceil(len(labels) / fit) + 2.1 * blocks * len(kinds)
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes, lines = figure.subplots(blocks * len(kinds), columns, squeeze=False), {}
     for (k, task), (row, kind) in itertools.product(enumerate(tasks), enumerate(kinds)):
         top = k // columns * len(kinds)
@@ -196,8 +199,7 @@ def draw(groups, path, by="both"):
                 axis.fill_between(grid, *interval(rewards), color=color, alpha=0.2, linewidth=0)
     for axis in axes.flat:
         axis.set_visible(axis.has_data())
-    fit = int(figure.get_figwidth() * 13) // (max(map(len, labels)) + 8)  # labels that stand side by side
-    look = {"loc": "outside upper center", "ncols": max(1, fit), "frameon": False, "fontsize": 9}
+    look = {"loc": "outside upper center", "ncols": fit, "frameon": False, "fontsize": 9}
     for text in figure.legend([lines[label] for label in labels], labels, **look).get_texts():
         text.set_parse_math(False)
     figure.savefig(path, dpi=200)
