@@ -126,6 +126,7 @@ def test_stopped_runs_are_gone_on_with(script, number):
         "stderr": subprocess.PIPE,
         "text": True,
         "env": os.environ | {"PYTHONPATH": str(ROOT)},
+        "preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests' own shell may ignore it
     }
     with subprocess.Popen(argv, **says) as process:
         logs = [Path(f"out/x/run__{seed}.log") for seed in (1, 2)]
@@ -143,6 +144,16 @@ def test_stopped_runs_are_gone_on_with(script, number):
     ]
     assert {entry["status"] for entry in benchmark.manifest("out").values()} == {"finished"}
     assert Path("out/x/run__1.log").read_text().count("under way") == 2  # the log is added to
+
+
+def test_hangup_is_ignored_under_nohup(script):
+    argv = [sys.executable, "-m", "utils.benchmark", "--command", f"{script} --sleep 3", "--seeds", "1"]
+    argv = ["nohup", *argv, "--output-dir", "out", "--name", "x"]
+    with subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL) as process:
+        log = Path("out/x/run__1.log")
+        wait(lambda: log.exists() and "under way" in log.read_text())
+        process.send_signal(signal.SIGHUP)
+    assert process.returncode == 0 and len(calls()) == 1
 
 
 def test_second_signal_ends_at_once(script, tmp_path):
