@@ -30,7 +30,8 @@ def here(monkeypatch, tmp_path):
 
 
 def test_small_benchmark_is_made_and_made_again(here, capsys):
-    flags = {"size": "quick", "seeds": (1, 2), "only": ("ippo_head/(number|tldr)",), "output_dir": str(here / "out")}
+    flags = {"size": "quick", "seeds": (1, 2), "only": ("ippo_head/(number|tldr)",), "threads": 1}
+    flags["output_dir"] = str(here / "out")
     driver.main(driver.Args(**flags))
     names = [f"ippo_head/{task}__{seed}" for task in ("number", "tldr") for seed in (1, 2)]
     kept = manifest(here / "out" / "results")
