@@ -232,7 +232,7 @@ class BenchmarkArgs:
     seeds: tuple[int, ...] = (1, 2, 3)  # seeds of every run
     only: tuple[str, ...] = (".",)  # regular expressions: the runs whose GROUP/TASK has one of them in it
     workers: Count = 1  # runs at a time
-    threads: Count = 2  # threads of each; with another number the last digits of metrics differ
+    threads: Count = 2  # threads of each; with another number a run is another, at first in the last digits
     output_dir: str = str(HERE.name)  # folder of results, pages and pictures
     peer_ippo: str | None = None  # Python that has CoMLRL's release with IPPO; none: as it is in the results
     peer_iac: str | None = None  # Python that has CoMLRL's release with IAC; none: as it is in the results

@@ -51,7 +51,7 @@ class BenchmarkArgs:
     tasks: tuple[str, ...] = ()  # values of --task; none: what the command says, or the script's own
     seeds: tuple[int, ...] = (1, 2, 3)  # values of --seed
     workers: Count = 1  # runs at a time
-    threads: Count = 1  # threads of each run on the CPU; metrics may differ in their last digits with their number
+    threads: Count = 1  # threads of each on the CPU; with another number a run is another, at first in the last digits
     name: str | None = None  # name of the command's folder; none: made from the command
     output_dir: str = "runs/benchmark"  # folder of the runs and of manifest.json
     slurm_template: bool = False  # print a Slurm job script that makes the same runs, and run nothing
