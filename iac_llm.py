@@ -106,7 +106,7 @@ class IACArgs:
 
     action_granularity: Literal["token", "turn"] = "turn"  # an action is one token, or one whole response
     rollout_buffer_size: Count = 32  # joint samples (episodes of the team) between two updates, over all processes
-    ac_epochs: Count = 1  # passes over a rollout
+    ac_epochs: Count = 1  # passes over a rollout; there is no ratio to correct later ones
 
 
 @dataclass

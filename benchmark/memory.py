@@ -52,7 +52,10 @@ def main():
     first = None
     for script, agents in (("ppo_llm", 1), ("ppo_llm", flags.agents), ("ippo_llm", flags.agents)):
         command = [sys.executable, "-m", "benchmark.memory", flags.folder, "--one", script, str(agents)]
-        peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+        child = subprocess.run(command, capture_output=True, text=True)
+        if child.returncode:
+            parser.error(f"{script}, {agents} agents: {(child.stderr.splitlines() or ['it was killed'])[-1]}")
+        peak = int(child.stdout.split()[-1])
         first = first or peak
         name = f"`{script}.py`, {agents} agent{'s' * (agents > 1)}" + ", in full, critics too" * (script == "ippo_llm")
         print(f"| {name} | {peak / 2**20:.0f} MiB | {peak / first:.2f} |", flush=True)

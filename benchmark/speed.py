@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 import ippo_llm
 import ppo_llm
 from benchmark.peer_speed import model_folder, prompts, reward_func
+from utils.cli import UserError
 
 
 def train_dataset(size, seed):
@@ -76,17 +77,20 @@ def main():
     inside.watch(torch.optim.AdamW, "step")
     same = {"num_agents": flags.agents, "train_size": flags.prompts, "num_train_epochs": flags.iterations}
     same |= {"rollout_buffer_size": flags.prompts}
-    with tempfile.TemporaryDirectory() as folder:
-        if flags.script == "ppo_llm":
-            own = {"model": flags.folder, "max_output_tokens": flags.new_tokens, "evaluation_interval": 0}
-            own |= {"batch_size": flags.batch_size, "micro_batch_size_per_gpu": flags.micro_batch_size}
-            own |= {"update_epochs": 1, "lora_rank": 8, "lora_alpha": 16.0}
-            own |= {"lora_target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")}
-            _, run = ppo_llm.main(ppo_llm.Args(**same, **own, output_dir=folder), TASK)
-        else:
-            own = {"model": (flags.folder,), "max_new_tokens": flags.new_tokens, "eval_interval": 0}
-            own |= {"use_separate_critic": flags.critic == "separate"}
-            _, run = ippo_llm.main(ippo_llm.Args(**same, **own, output_dir=folder), TASK)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            if flags.script == "ppo_llm":
+                own = {"model": flags.folder, "max_output_tokens": flags.new_tokens, "evaluation_interval": 0}
+                own |= {"batch_size": flags.batch_size, "micro_batch_size_per_gpu": flags.micro_batch_size}
+                own |= {"update_epochs": 1, "lora_rank": 8, "lora_alpha": 16.0}
+                own |= {"lora_target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")}
+                _, run = ppo_llm.main(ppo_llm.Args(**same, **own, output_dir=folder), TASK)
+            else:
+                own = {"model": (flags.folder,), "max_new_tokens": flags.new_tokens, "eval_interval": 0}
+                own |= {"use_separate_critic": flags.critic == "separate"}
+                _, run = ippo_llm.main(ippo_llm.Args(**same, **own, output_dir=folder), TASK)
+    except UserError as error:
+        parser.error(str(error))
     speeds = {key: [row[key] for row in run.rows] for key in ("samples_per_second", "new_tokens_per_second")}
     spent = sum(seconds for phase, seconds in run.totals.items())
     result = {name: getattr(flags, name) for name in ("script", "agents", "prompts", "new_tokens")}
