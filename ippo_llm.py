@@ -3,232 +3,404 @@
 Agent i with history h and token a_t ascends, with its own actor theta_i and its own critic phi_i,
 
     J(theta_i) = E[ log pi(a_t|h_t) * sum_l (gamma lambda)^l delta_{t+l} + beta H(pi) ],
-    delta_t    = r_t + gamma V(h_{t+1}) - V(h_t),
+    delta_t    = r_t + gamma V(h_{t+1}) - V(h_t),    V = 0 after the last action,
 
-on-policy: no importance ratio, no clipping of the policy. The other agents are a part of its environment.
+without PPO's ratio and clipping of the policy: only the first mini-batch of a rollout is on-policy to the bit. r has
+the team's reward on an agent's last token and a KL penalty on each; the other agents are a part of the environment.
+The critic is a model of its own (--use-separate-critic) or a value head on the actor, whose body it then trains too.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
-    accelerate launch --num_processes 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
+    torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
 
-Simplified: models stay in eval mode (no dropout: a token is as likely when it is learned from as when it was sampled).
-Added to CoMLRL's code, which documents but does not do them: GAE over tokens, gamma, lambda, the entropy bonus,
-ppo_epochs. Added to its page: many prompts at a time, several turns, a KL penalty, turns as actions, held-out items.
-The default task, prompts and reward, is utils/tasks/tldr.py.
+Simplified: models stay in eval mode (no dropout: a token is as likely when it is learned from as when it was sampled);
+with --top-p or --top-k the log-probabilities are still those of all tokens.
+CoMLRL documents these, and does not implement them: GAE over tokens, gamma, lambda, the entropy bonus, ppo_epochs.
+Added to its page: many prompts at a time, several turns, a KL penalty, turns as actions, held-out items.
 Source: IPPO (arXiv 2011.09533), GAE (arXiv 1506.02438), CoMLRL's page on Multi-Agent PPO.
+
+Shapes: B episodes of a rollout, T turns of an episode, P prompt tokens (left-padded), L response tokens (right-padded,
+the end token included). What belongs to a rollout is [B, T, L]; its mask is 1 on sampled tokens, 0 on padding and in
+turns that were not played.
 """
 
 import copy
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+import re
+import sys
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
+import datasets
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import nn
+from torch.nn.functional import pad
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TopKLogitsWarper, TopPLogitsWarper, set_seed
 
-from utils.checkpoint import load_agents, save_agents
-from utils.cli import UserError, command_line
-from utils.episodes import Episodes, episode_rewards, team_metrics
-from utils.models import check_models, load_team
-from utils.prompts import encode_prompts, end_tokens
-from utils.ranges import Count, Decay, Natural, NonNegative, Portion, Positive, Share, check_ranges
+from utils import checkpoint, distributed, tasks
+from utils.cli import UserError, check_needs, command_line, flags
+from utils.faults import Faults
+from utils.metrics import average, explained_variance, team_metrics
+from utils.models import check_model, loading, per_agent
+from utils.prompts import end_tokens
 from utils.run import FolderArgs, Run, run_folder
-from utils.stats import clip_gradients, explained_variance, masked_mean, standardise, sums_by, with_less_memory
-from utils.tasks import batches, extra_metrics, load_datasets, load_task
+from utils.tasks.made_text import posts
+from utils.tasks.words import STOPWORDS, TRANSITIONS
+
+# --- Args: the flags --------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class RunArgs:
-    """The run: what is trained on what."""
+@flags
+class TrainingArgs:
+    """How long, from which seed."""
 
-    seed: Natural = 1  # seed of everything random: the same seed gives the same run
-    task: str = "tldr"  # a task by name (arxiv, code, number, reasoning, tldr), or a FILE.py of your own
-    dataset: str | None = None  # data in place of the task's own: a hub dataset's name, a folder, or a .jsonl file
-    train_size: Count = 1536  # items in the training set, passed to the task
-    eval_size: Count = 64  # held-out items, passed to the task
-    eval_interval: Natural = 12  # updates between evaluations on the held-out items; 0: never
-    num_train_epochs: Count = 3  # passes over the training set
+    seed: NonNegativeInt = 1  # seed of everything random: the same seed gives the same run
+    num_train_epochs: PositiveInt = 3  # passes over the training set
+    eval_interval: NonNegativeInt = 12  # updates between evaluations on the held-out items; 0: never
 
 
-@dataclass
+@flags
 class ModelArgs:
     """The agents and their models."""
 
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder or hub name that agents start from: one for all, or one each
-    num_agents: Count = 2  # agents in the team, each with its own copy of its model
+    num_agents: PositiveInt = 2  # agents in the team, each with its own copy of its model
     use_separate_critic: bool = False  # give each agent a critic model of its own, instead of a value head on its actor
     critic_model_name_or_path: tuple[str, ...] = ()  # what separate critics start from, one or one each; none: --model
-    critic_value_head_hidden_dim: Count | None = None  # hidden units of a separate critic's value head; none: linear
-    value_head_hidden_dim: Count | None = None  # hidden units of the value head on an actor; none: linear
+    critic_value_head_hidden_dim: PositiveInt | None = None  # hidden units of a separate critic's head; none: linear
+    value_head_hidden_dim: PositiveInt | None = None  # hidden units of the value head on an actor; none: linear
     dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the models' weights
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
     trust_remote_code: bool = False  # run code that comes with a hub model
 
 
-@dataclass
+@flags
 class SamplingArgs:
     """Sampling: how a rollout is made."""
 
-    num_generations: Count = 1  # joint samples of each item in a rollout
-    num_turns: Count = 1  # turns of an episode; more than one takes a task with an external_transition
+    num_generations: PositiveInt = 1  # joint samples of each item in a rollout
+    num_turns: PositiveInt = 1  # turns of an episode; more than one takes a task with an external_transition
     early_termination_threshold: float | None = None  # end an episode after a turn with a mean reward above this
-    per_device_train_batch_size: Count | None = None  # items answered at once on a device; none: the whole rollout
-    max_new_tokens: Count = 72  # longest response in tokens; a longer one is cut and counts as finished
+    per_device_train_batch_size: PositiveInt | None = None  # items answered at once on a device; none: the rollout
+    max_new_tokens: PositiveInt = 72  # longest response in tokens; a longer one is cut and counts as finished
     do_sample: bool = True  # sample; --no-do-sample: take the likeliest token
-    temperature: Positive = 1.0  # the logits are divided by it
-    top_p: Portion = 1.0  # sample from the likeliest tokens whose probabilities sum up to it
-    top_k: Natural = 0  # sample from so many likeliest tokens; 0: from all
+    temperature: PositiveFloat = 1.0  # the logits are divided by it
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample from the likeliest tokens that sum up to it
+    top_k: NonNegativeInt = 0  # sample from so many likeliest tokens; 0: from all
 
 
-@dataclass
+@flags
 class AlgorithmArgs:
     """The algorithm: rewards, advantages and losses."""
 
-    gamma: Share = 1.0  # discount factor
-    kl_coef: NonNegative = 0.03  # penalty on the reward for each nat a token is likelier than under the initial model
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount factor
+    kl_coef: NonNegativeFloat = 0.03  # each token's reward is less kl_coef * (log pi - log pi of the initial model)
     reward_normalization: bool = True  # standardise rewards over the rollout
-    reward_norm_eps: NonNegative = 1e-3  # leave rewards as they are where their standard deviation is below this
+    reward_norm_eps: PositiveFloat = 1e-3  # the least standard deviation that rewards are divided by
     advantage_normalization: bool = True  # standardise advantages over the rollout
-    entropy_coef: NonNegative = 0.0  # beta, the weight of the entropy bonus
-    value_loss_coef: NonNegative = 0.02  # weight of the value loss
-    value_clip_range: Positive | None = 0.2  # a value's loss is clipped this far from its old value; none: not at all
-    mini_batch_size: Count = 16  # joint samples in an optimiser step, over all processes
+    entropy_coef: NonNegativeFloat = 0.0  # beta, the weight of the entropy bonus
+    value_loss_coef: NonNegativeFloat = 0.02  # weight of the value loss
+    value_clip_range: PositiveFloat | None = 0.2  # how far from its old value a value is followed; none: no clipping
+    mini_batch_size: PositiveInt = 16  # joint samples in an optimiser step, over all processes
 
 
-@dataclass
+@flags
 class IPPOArgs:
     """What is IPPO's own."""
 
     action_granularity: Literal["token", "turn"] = "token"  # an action is one token, or one whole response
-    gae_lambda: Share = 0.95  # lambda of generalised advantage estimation
-    rollout_buffer_size: Count = 64  # joint samples (episodes of the team) between two updates, over all processes
-    ppo_epochs: Count = 1  # passes over a rollout; there is no ratio to correct later ones
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda of generalised advantage estimation
+    rollout_buffer_size: PositiveInt = 64  # joint samples (episodes of the team) in a rollout, over all processes
+    ppo_epochs: PositiveInt = 1  # passes over a rollout; there is no ratio to correct later ones
 
 
-@dataclass
+@flags
 class OptimizerArgs:
     """The optimisers (AdamW), one for each model."""
 
-    actor_learning_rate: NonNegative = 5e-4  # learning rate of the actors
-    critic_learning_rate: NonNegative = 1e-3  # learning rate of separate critics and of value heads
+    actor_learning_rate: NonNegativeFloat = 5e-4  # learning rate of the actors
+    critic_learning_rate: NonNegativeFloat = 1e-3  # learning rate of separate critics and of value heads
     anneal_lr: bool = True  # lower the learning rates to 0, linearly over the second half of the run
-    weight_decay: NonNegative = 0.0  # AdamW's weight decay
-    adam_beta1: Decay = 0.9  # decay of the first moment
-    adam_beta2: Decay = 0.999  # decay of the second moment
-    adam_epsilon: Positive = 1e-8  # term added to the denominator
-    max_grad_norm: Positive = 0.5  # gradients are clipped to this norm, each optimiser's by itself
+    weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # decay of the first moment
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999  # decay of the second moment
+    adam_epsilon: PositiveFloat = 1e-8  # term added to the denominator
+    max_grad_norm: PositiveFloat = 0.5  # gradients are clipped to this norm, each optimiser's by itself
 
 
-@dataclass
-class Args(RunArgs, FolderArgs, ModelArgs, SamplingArgs, AlgorithmArgs, IPPOArgs, OptimizerArgs):
+@flags
+class Args(TrainingArgs, tasks.TaskArgs, FolderArgs, ModelArgs, SamplingArgs, AlgorithmArgs, IPPOArgs, OptimizerArgs):
     """All flags."""
 
 
-def check(args, processes):
+CRITIC_FLAG = "--critic-model-name-or-path"
+
+
+def check_args(args, model=None):
     """Raise UserError for flags that do not go together, before anything is loaded or written."""
-    share = args.num_generations * processes
-    if args.rollout_buffer_size % share:
-        takes = f"a multiple of generations x processes, {share}"
+    processes = distributed.world_size()
+    divisor = args.num_generations * processes
+    if args.rollout_buffer_size % divisor:
+        takes = f"a multiple of generations x processes, {divisor}"
         raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
-    if args.mini_batch_size % processes or min(args.train_size, args.eval_size) < processes:
-        takes = f"a multiple of the processes, {processes}, --train-size and --eval-size as many or more"
-        raise UserError(f"--mini-batch-size takes {takes}, got {args.mini_batch_size}")
+    if args.mini_batch_size % processes:
+        raise UserError(f"--mini-batch-size takes a multiple of {processes} processes, got {args.mini_batch_size}")
+    check_needs(args, {"critic_model_name_or_path": "use_separate_critic"})
+    check_needs(args, {"critic_value_head_hidden_dim": "use_separate_critic"})
+    check_needs(args, {"reward_norm_eps": "reward_normalization", "top_p": "do_sample", "top_k": "do_sample"})
+    if args.value_head_hidden_dim and args.use_separate_critic:
+        raise UserError("--value-head-hidden-dim has no effect with --use-separate-critic")
+    if args.early_termination_threshold is not None and args.num_turns == 1:
+        raise UserError("--early-termination-threshold has no effect with --num-turns 1")
+    if model is None:
+        for name in per_agent("--model", args.model, args.num_agents):
+            check_model(name, "--model", args.trust_remote_code)
+    if args.critic_model_name_or_path:
+        for name in per_agent(CRITIC_FLAG, args.critic_model_name_or_path, args.num_agents):
+            check_model(name, CRITIC_FLAG, args.trust_remote_code)
 
 
-# --- The agent --------------------------------------------------------------------------------------------------------
+# --- The task: data, prompts, reward ----------------------------------------------------------------------------------
+
+columns = ("prompt",)  # what a row of --dataset must have
+MIN_WORDS = 8
+MAX_WORDS = 256
+
+
+def train_dataset(size, seed):
+    return datasets.Dataset.from_list(posts(size, f"train {seed}"))
+
+
+def eval_dataset(size, seed):
+    return datasets.Dataset.from_list(posts(size, f"eval {seed}"))
+
+
+def formatters(item, agent):
+    """The prompt of an agent, as a chat: agent 0, 1, 2, ... is to write about 16, 32, 64, ... words."""
+    request = f"Summarise this post in about {16 * 2**agent} words."
+    return [{"role": "user", "content": f"{item['prompt']}\n\n{request}"}]
+
+
+def reward_func(*completions, items):
+    """The team's reward for N lists of B summaries: B floats, the mean of pair_reward over neighbouring writers."""
+    texts = list(completions)
+    if len(texts) == 1:  # a single writer is compared with the post
+        texts.append([item["prompt"] for item in items])
+    rewards = []
+    for chain in zip(*texts):
+        pair_rewards = [pair_reward(short, long) for short, long in zip(chain, chain[1:])]
+        rewards.append(sum(pair_rewards) / len(pair_rewards))
+    return rewards
+
+
+def pair_reward(short, long):
+    """Points from 0 to 3 for two texts, the second longer and richer (arXiv 2508.04652); each level opens the next.
+
+    0.5  both texts have 8 to 256 words
+    1.0  the second is 1.6 to 3.2 times as long, in characters; linear to 0 at 1.1 and 5.0, outside of it stop
+    0.5  it has at least 2 times as many different words; linear to 0 at 1.3, below it stop
+    0.4  it has transition words: 40 % for one of the twelve categories, 5 % for each further one
+    0.6  a common subject: the Jaccard index of their content words
+    """
+    for text in (short, long):
+        if not MIN_WORDS <= len(text.split()) <= MAX_WORDS:
+            return 0.0
+    reward = 0.5
+
+    length_ratio = len(long) / len(short)
+    length_points = min(1.0, (length_ratio - 1.1) / (1.6 - 1.1), (5.0 - length_ratio) / (5.0 - 3.2))
+    if length_points < 0:
+        return reward
+    reward += length_points
+
+    short_words = set(re.findall(r"\w+", short.lower()))
+    long_words = set(re.findall(r"\w+", long.lower()))
+    word_ratio = len(long_words) / max(1, len(short_words))
+    word_points = min(1.0, (word_ratio - 1.3) / (2.0 - 1.3))
+    if word_points < 0:
+        return reward
+    reward += 0.5 * word_points
+
+    categories = 0
+    for phrases in TRANSITIONS.values():
+        if re.search(rf"\b({phrases})\b", long.lower()):
+            categories += 1
+    if categories > 0:
+        reward += 0.4 * min(1.0, 0.4 + 0.05 * (categories - 1))
+
+    short_content = short_words - STOPWORDS
+    long_content = long_words - STOPWORDS
+    union = short_content | long_content
+    jaccard_index = len(short_content & long_content) / max(1, len(union))
+    return reward + 0.6 * jaccard_index
+
+
+# --- The agent: models, critic, optimisers ----------------------------------------------------------------------------
+
+
+class Agent:
+    """An actor with its critic, which is a model of its own or a head on the actor, and their optimisers."""
+
+    def __init__(self, reference, critic, tokenizer, args):
+        self.tokenizer = tokenizer
+        self.reference = reference  # the initial policy, frozen, and shared by the agents of one model
+        self.actor = copy.deepcopy(reference).requires_grad_(True)
+        self.critic = copy.deepcopy(critic).requires_grad_(True) if critic else None
+        hidden_dim = args.critic_value_head_hidden_dim if critic else args.value_head_hidden_dim
+        self.value_head = build_value_head(critic or reference, hidden_dim)
+        self.optimizers = build_optimizers(self, args)
+        self.schedules = []
+        self.faults = Faults("--mini-batch-size", "--actor-learning-rate")
+
+
+def build_value_head(model, hidden_dim):
+    """Hidden states [..., D] to values [..., 1], through one hidden layer where `hidden_dim` is given."""
+    width = model.config.get_text_config().hidden_size
+    layers = []
+    if hidden_dim:
+        layers = [nn.Linear(width, hidden_dim), nn.Tanh()]
+        width = hidden_dim
+    last = nn.Linear(width, 1)
+    nn.init.zeros_(last.weight)  # values start at 0, the mean of standardised rewards
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(*layers, last).to(model.device)
+
+
+def build_optimizers(agent, args):
+    """One AdamW for an actor and its value head; two, the critic's own, where the critic is a model."""
+    critic_parameters = list(agent.value_head.parameters())
+    if agent.critic:
+        critic_parameters += agent.critic.parameters()
+    actor_group = {"params": list(agent.actor.parameters()), "lr": args.actor_learning_rate}
+    critic_group = {"params": critic_parameters, "lr": args.critic_learning_rate}
+    settings = {
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+    if agent.critic:
+        return [torch.optim.AdamW([actor_group], **settings), torch.optim.AdamW([critic_group], **settings)]
+    return [torch.optim.AdamW([actor_group, critic_group], **settings)]
+
+
+def load_model(auto_class, flag, name, args, device):
+    """A frozen model in eval mode, from a folder or the hub. Raises UserError, naming the flag."""
+    with loading(flag, name) as path:
+        model = auto_class.from_pretrained(
+            path,
+            dtype=getattr(torch, args.dtype),
+            attn_implementation=args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+            use_safetensors=True,  # no pickles
+        )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_tokenizer(name, args):
+    """A model's tokenizer. Raises UserError."""
+    with loading("--model", name) as path:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+
+
+def build_agents(args, device, updates, model=None, tokenizer=None):
+    """N agents from what the flags name, or from copies of `model` and `tokenizer`. Raises UserError."""
+    references = {}  # by name: agents of one name share a reference
+    tokenizers = {}
+    critics = {None: None}
+    agents = []
+    names = per_agent("--model", args.model, args.num_agents)
+    critic_names = per_agent(CRITIC_FLAG, args.critic_model_name_or_path or (None,), args.num_agents)
+    for name, critic_name in zip(names, critic_names):
+        if name not in references:
+            if model is None:
+                references[name] = load_model(AutoModelForCausalLM, "--model", name, args, device)
+            else:
+                references[name] = copy.deepcopy(model).to(device).eval().requires_grad_(False)
+            tokenizers[name] = copy.deepcopy(tokenizer) if tokenizer else load_tokenizer(name, args)
+            if tokenizers[name].pad_token is None:
+                tokenizers[name].pad_token = tokenizers[name].eos_token
+        if critic_name not in critics:
+            critics[critic_name] = load_model(AutoModel, CRITIC_FLAG, critic_name, args, device)
+        critic = critics[critic_name]
+        if critic is not None:
+            check_vocabulary(critic, critic_name, tokenizers[name])
+        elif args.use_separate_critic:
+            critic = references[name].base_model
+        agents.append(Agent(references[name], critic, tokenizers[name], args))
+    for agent in agents:
+        for optimizer in agent.optimizers:
+            agent.schedules.append(LambdaLR(optimizer, lambda step: remaining_lr(step, updates, args)))
+    return agents
+
+
+def check_vocabulary(critic, name, tokenizer):
+    """Raise UserError where a critic does not know all tokens of the actor it judges."""
+    size = critic.config.get_text_config().vocab_size
+    if size < len(tokenizer):
+        raise UserError(f"{CRITIC_FLAG} {name} knows {size} tokens, the actor's tokenizer has {len(tokenizer)}")
+
+
+def remaining_lr(step, updates, args):
+    """The share of the learning rates that is left after `step` updates."""
+    return min(1.0, 2.0 * (1.0 - step / updates)) if args.anneal_lr else 1.0
+
+
+# --- Rollouts: every agent answers, the team is scored ----------------------------------------------------------------
 
 
 @dataclass
 class Rollout:
-    """R responses of one agent: P prompt tokens, left-padded, then L response tokens, right-padded, EOS included.
+    """What one agent did in B episodes of up to T turns; a turn that was not played is 0 in all tensors."""
 
-    A row is a turn of one of B episodes, in order of episode, then turn. An action is a token (K = L) or, valued at the
-    last prompt token, the whole response (K = 1). An episode's actions, over its turns, are one chain.
-    """
+    prompt_ids: torch.Tensor  # [B, T, P]
+    prompt_mask: torch.Tensor  # [B, T, P] 1 on tokens
+    response_ids: torch.Tensor  # [B, T, L]
+    mask: torch.Tensor  # [B, T, L] 1 on sampled tokens, up to and including the first end token
+    logprobs: torch.Tensor  # [B, T, L] log pi(a_t|h_t), of the logits divided by the temperature
+    values: torch.Tensor  # [B, T, L] V(h_t) of a value head on the actor; 0 where the critic is a model of its own
+    rewards: torch.Tensor  # [B, T] as reward_func gave them
+    processed_rewards: torch.Tensor  # [B, T] as reward_processor left them, which is what is learned from
+    prompts: list  # B lists of a string for each turn played
+    responses: list  # B lists of a string for each turn played
 
-    prompt_ids: torch.Tensor  # [R, P]
-    prompt_mask: torch.Tensor  # [R, P]
-    response_ids: torch.Tensor  # [R, L]
-    mask: torch.Tensor  # [R, L] 1 on sampled tokens, up to and including the first EOS
-    logprobs: torch.Tensor  # [R, L] log pi(a_t|h_t), of the logits divided by the temperature
-    prompts: list  # R strings
-    texts: list  # R responses
-    episodes: torch.Tensor | None = None  # [R] from 0 to B - 1
-    rewards: torch.Tensor | None = None  # [R] as reward_func gave them
-    processed_rewards: torch.Tensor | None = None  # [R] as reward_processor left them
-    action_mask: torch.Tensor | None = None  # [R, K]
-    action_rewards: torch.Tensor | None = None  # [R, K]
-    values: torch.Tensor | None = None  # [R, K] V(h_t)
-    advantages: torch.Tensor | None = None  # [R, K]
-    returns: torch.Tensor | None = None  # [R, K] the critic's targets
+    @property
+    def played(self):
+        """[B, T] whether a turn was played."""
+        return self.mask.any(-1)
 
     def select(self, rows):
-        """The given rows as a mini-batch, trimmed to its longest prompt and its longest response."""
-        P, L = int(self.prompt_mask[rows].sum(1).max()), int(self.mask[rows].sum(1).max())
-        tensors = {name: x[rows] for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
-        cut = {name: x[:, -P:] if "prompt" in name else x[:, :L] if x.dim() > 1 else x for name, x in tensors.items()}
-        return Rollout(**cut, prompts=[], texts=[])
-
-    def chains(self):
-        """The actions' rewards, values and mask with each episode's in one row, each [B, C], padded on the right."""
-        actions = self.action_mask > 0
-        lengths = sums_by(self.episodes, actions.sum(1))
-        mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-        empty = torch.zeros(mask.shape, device=lengths.device)
-        rewards, values = (empty.masked_scatter(mask, x[actions]) for x in (self.action_rewards, self.values))
-        return rewards, values, mask.float()
-
-    def unchain(self, x, mask):
-        """[B, C] of chains, with their mask, back to [R, K]."""
-        return torch.zeros_like(self.action_mask).masked_scatter(self.action_mask > 0, x[mask > 0])
+        """The episodes of these rows, trimmed to their longest prompt and their longest response."""
+        P = int(self.prompt_mask[rows].sum(-1).max())
+        L = int(self.mask[rows].sum(-1).max())
+        return Rollout(
+            prompt_ids=self.prompt_ids[rows, :, -P:],
+            prompt_mask=self.prompt_mask[rows, :, -P:],
+            response_ids=self.response_ids[rows, :, :L],
+            mask=self.mask[rows, :, :L],
+            logprobs=self.logprobs[rows, :, :L],
+            values=self.values[rows, :, :L],
+            rewards=self.rewards[rows],
+            processed_rewards=self.processed_rewards[rows],
+            prompts=[self.prompts[row] for row in rows.tolist()],
+            responses=[self.responses[row] for row in rows.tolist()],
+        )
 
 
-def join(turns):
-    """The rollouts of an agent's turns as one."""
-    order = torch.cat([turn.episodes for turn in turns]).argsort(stable=True)
-    joined = {}
-    for name, first in vars(turns[0]).items():
-        parts = [getattr(turn, name) for turn in turns]
-        if isinstance(first, list):
-            texts = sum(parts, [])
-            joined[name] = [texts[row] for row in order.tolist()]
-        elif first is not None:
-            if first.dim() > 1:
-                short = [max(x.shape[1] for x in parts) - x.shape[1] for x in parts]
-                sides = [(n, 0) if "prompt" in name else (0, n) for n in short]
-                parts = [nn.functional.pad(x, side) for x, side in zip(parts, sides)]
-            joined[name] = torch.cat(parts)[order]
-    return Rollout(**joined)
+def encode(prompts, agent, max_new_tokens):
+    """Token ids and mask of B prompts, each [B, P]. Raises UserError where no room is left for a response."""
+    batch = agent.tokenizer(prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
+    length = batch.input_ids.shape[1]
+    room = getattr(agent.actor.config.get_text_config(), "max_position_embeddings", None)
+    if room and length + max_new_tokens > room:
+        sizes = f"--max-new-tokens {max_new_tokens} after a prompt of {length}"
+        raise UserError(f"{sizes} exceeds the model's {room} positions")
+    return batch.input_ids.to(agent.actor.device), batch.attention_mask.to(agent.actor.device)
 
 
-class Agent(nn.Module):
-    """An actor with its critic, which is a model of its own or a head on the actor, and their optimisers."""
-
-    def __init__(self, args, model, tokenizer, critic=None):
-        super().__init__()
-        self.tokenizer = tokenizer
-        self.actor, self.critic = copy.deepcopy(model), copy.deepcopy(critic)
-        self.requires_grad_(True)
-        hidden_dim = args.critic_value_head_hidden_dim if critic else args.value_head_hidden_dim
-        width = (critic or model).config.get_text_config().hidden_size
-        layers = [nn.Linear(width, hidden_dim), nn.Tanh()] if hidden_dim else []
-        self.value_head = nn.Sequential(*layers, nn.Linear(hidden_dim or width, 1)).to(model.device)
-        nn.init.zeros_(self.value_head[-1].weight)  # values start at 0, the mean of standardised rewards
-        nn.init.zeros_(self.value_head[-1].bias)
-        valued = [*self.value_head.parameters()] + ([*self.critic.parameters()] if critic else [])
-        groups = [{"params": [*self.actor.parameters()], "lr": args.actor_learning_rate}]
-        groups += [{"params": valued, "lr": args.critic_learning_rate}]
-        adam = dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay)
-        self.optimizers = [torch.optim.AdamW(g, **adam) for g in ([groups[:1], groups[1:]] if critic else [groups])]
-        self.skipped, self.parts = 0, 1  # mini-batches running whose gradient was not finite; parts of a mini-batch
-
-    def values(self, hidden):
-        """[..., D] hidden states to [...] values."""
-        return self.value_head(hidden.float()).squeeze(-1).float()
+def count_positions(attention_mask):
+    """Position ids that begin with 0 at a row's first token, left of which is padding."""
+    return (attention_mask.cumsum(1) - 1).clamp(min=0)
 
 
 def choose(logits, args, generator):
@@ -242,253 +414,482 @@ def choose(logits, args, generator):
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
 
 
+def autocast(model, args):
+    """Within it forward passes run in --mixed-precision."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16")
+
+
+def sample_tokens(agent, rollout, rows, args, generator):
+    """Let an agent answer the prompts of these rows of a rollout of one turn, token by token, into the rollout.
+
+    Rows that have ended are dropped from the batch and from the cache: only rows that still run are computed.
+    """
+    actor = agent.actor
+    end_ids = torch.tensor(end_tokens(actor, agent.tokenizer), device=actor.device)
+    input_ids = rollout.prompt_ids[rows, 0]
+    attention_mask = rollout.prompt_mask[rows, 0]
+    position_ids = count_positions(attention_mask)
+    cache = None
+    for t in range(args.max_new_tokens):
+        out = actor(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            output_hidden_states=agent.critic is None,
+        )
+        logits = out.logits[:, -1].float() / args.temperature
+        tokens = choose(logits, args, generator)
+        rollout.response_ids[rows, 0, t] = tokens
+        rollout.mask[rows, 0, t] = 1.0
+        rollout.logprobs[rows, 0, t] = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+        if agent.critic is None:
+            rollout.values[rows, 0, t] = read_values(agent.value_head, out.hidden_states[-1][:, -1])
+
+        running = ~torch.isin(tokens, end_ids)
+        if not running.any():
+            break
+        cache = out.past_key_values
+        if not running.all():
+            cache.batch_select_indices(running.nonzero().squeeze(1))
+        rows = rows[running]
+        input_ids = tokens[running, None]
+        attention_mask = pad(attention_mask[running], (0, 1), value=1)
+        position_ids = position_ids[running, -1:] + 1
+
+
 @torch.no_grad()
 def sample(agent, prompts, args, generator):
-    """Let an agent answer B prompts (strings) together: a Rollout, with the values of a critic that is a head.
+    """Let an agent answer B prompts, strings: a rollout of one turn, without rewards. Raises UserError."""
+    B = len(prompts)
+    prompt_ids, prompt_mask = encode(prompts, agent, args.max_new_tokens)
+    blank = torch.zeros(B, 1, args.max_new_tokens, device=prompt_ids.device)
+    rollout = Rollout(
+        prompt_ids=prompt_ids[:, None],
+        prompt_mask=prompt_mask[:, None],
+        response_ids=torch.full_like(blank, agent.tokenizer.pad_token_id, dtype=torch.long),
+        mask=blank.clone(),
+        logprobs=blank.clone(),
+        values=blank.clone(),
+        rewards=blank[..., 0].clone(),
+        processed_rewards=blank[..., 0].clone(),
+        prompts=[[prompt] for prompt in prompts],
+        responses=[],
+    )
+    chunk_size = (args.per_device_train_batch_size or B) * args.num_generations
+    with autocast(agent.actor, args):
+        for rows in torch.arange(B, device=blank.device).split(chunk_size):
+            sample_tokens(agent, rollout, rows, args, generator)
+    texts = agent.tokenizer.batch_decode(rollout.response_ids[:, 0], skip_special_tokens=True)
+    rollout.responses = [[text] for text in texts]
+    return rollout.select(torch.arange(B))
 
-    Only rows that still run are computed. Raises UserError where a prompt leaves the model no room for the response.
+
+def join(turns, rows, B, T):
+    """One agent's rollouts of single turns as one of B episodes; `rows` has the episodes that played in each turn."""
+    tensors = {}
+    for name in ("prompt_ids", "prompt_mask"):
+        tensors[name] = stack([getattr(turn, name) for turn in turns], rows, (B, T), padding="left")
+    for name in ("response_ids", "mask", "logprobs", "values", "rewards", "processed_rewards"):
+        tensors[name] = stack([getattr(turn, name) for turn in turns], rows, (B, T), padding="right")
+    prompts = [[] for _ in range(B)]
+    responses = [[] for _ in range(B)]
+    for turn, episodes in zip(turns, rows):
+        for row, episode in enumerate(episodes):
+            prompts[episode] += turn.prompts[row]
+            responses[episode] += turn.responses[row]
+    return Rollout(**tensors, prompts=prompts, responses=responses)
+
+
+def stack(xs, rows, shape, padding):
+    """Tensors [B_t, 1, ...] of the episodes that played in each turn, as one [B, T, ...], 0 elsewhere."""
+    if xs[0].dim() == 2:
+        return stack([x[..., None] for x in xs], rows, shape, padding).squeeze(-1)
+    width = max(x.shape[-1] for x in xs)
+    stacked = xs[0].new_zeros(*shape, width)
+    for t, x in enumerate(xs):
+        columns = slice(width - x.shape[-1], None) if padding == "left" else slice(x.shape[-1])
+        stacked[rows[t], t, columns] = x[:, 0]
+    return stacked
+
+
+def play(agents, task, items, args, generator, phase):
+    """Play an episode of each of B items, turn by turn: every agent answers, the team is scored. N rollouts.
+
+    `phase` is called with the name of what takes the time. Raises TaskError where the task fails.
     """
-    actor, tokenizer, device = agent.actor, agent.tokenizer, agent.actor.device
-    B, L = len(prompts), args.max_new_tokens
-    prompt_ids, prompt_mask = encode_prompts(prompts, tokenizer, actor, args.max_new_tokens)
-    ends = torch.tensor(end_tokens(actor, tokenizer), device=device)
-    outputs = {"use_cache": True, "logits_to_keep": 1, "output_hidden_states": agent.critic is None}
-    response_ids = torch.full((B, L), tokenizer.pad_token_id, device=device)
-    mask, logprobs, values = (torch.zeros(B, L, device=device) for _ in range(3))
-    for running in torch.arange(B, device=device).split((args.per_device_train_batch_size or B) * args.num_generations):
-        inputs, attention, cache = prompt_ids[running], prompt_mask[running], None
-        positions = (attention.cumsum(1) - 1).clamp(min=0)
-        for t in range(L):
-            out = actor(inputs, attention_mask=attention, position_ids=positions, past_key_values=cache, **outputs)
-            logits = out.logits[:, -1].float() / args.temperature
-            tokens = choose(logits, args, generator)
-            response_ids[running, t], mask[running, t] = tokens, 1.0
-            logprobs[running, t] = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
-            if agent.critic is None:
-                values[running, t] = agent.values(out.hidden_states[-1][:, -1])
-            alive = ~torch.isin(tokens, ends)
-            cache, inputs, positions = out.past_key_values, tokens[:, None], positions[:, -1:] + 1
-            attention = torch.cat([attention, attention.new_ones(len(attention), 1)], 1)
-            if not alive.all():
-                running, inputs, positions, attention = (x[alive] for x in (running, inputs, positions, attention))
-                if len(running) == 0:
-                    break
-                cache.batch_select_indices(alive.nonzero().squeeze(1))
-    L = int(mask.sum(1).max())
-    values = values[:, :L] if agent.critic is None else None
-    texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-    response_ids, mask, logprobs = response_ids[:, :L], mask[:, :L], logprobs[:, :L]
-    return Rollout(prompt_ids, prompt_mask, response_ids, mask, logprobs, prompts, texts, values=values)
-
-
-def play(agents, task, items, args, generator, time, accelerator):
-    """Play an episode of each of B items: turn by turn every agent answers, and the team is scored. N rollouts."""
-    episodes, turns = Episodes(task, items, args), []
+    episodes = tasks.Episodes(
+        task, items, args.num_agents, args.num_turns, args.early_termination_threshold, args.reward_timeout
+    )
+    turns = []  # of each turn the agents' N rollouts
+    rows = []  # of each turn the episodes that played
     while episodes.running:
-        numbers = torch.tensor(episodes.running, device=accelerator.device)
-        with time("sample"), accelerator.autocast():
-            prompts = [episodes.prompts(i, agent.tokenizer) for i, agent in enumerate(agents)]
-            turn = [sample(agent, asked, args, generator) for agent, asked in zip(agents, prompts)]
-        with time("reward"):
-            rewards = episodes.play([rollout.texts for rollout in turn], prompts)
-        for rollout, given, processed in zip(turn, *rewards):
-            rollout.episodes, rollout.rewards = numbers, torch.tensor(given, device=numbers.device)
-            rollout.processed_rewards = torch.tensor(processed, device=numbers.device)
-        turns.append(turn)
-    return [join(rollouts) for rollouts in zip(*turns)]
+        rows.append(list(episodes.running))
+        phase("sample")
+        rollouts = []
+        for i, agent in enumerate(agents):
+            prompts = episodes.prompts(i, agent.tokenizer)
+            rollouts.append(sample(agent, prompts, args, generator))
+        phase("reward")
+        score_turn(episodes, rollouts)
+        turns.append(rollouts)
+    return [join(agent_turns, rows, len(items), args.num_turns) for agent_turns in zip(*turns)]
 
 
-def inputs_of(batch):
-    """What a model reads to predict every response token: all tokens but the last, with masks and positions."""
-    attention = torch.cat([batch.prompt_mask, batch.mask.long()], 1)[:, :-1]
-    ids = torch.cat([batch.prompt_ids, batch.response_ids], 1)[:, :-1]
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": ids, "attention_mask": attention, "position_ids": positions, "use_cache": False}
+def score_turn(episodes, rollouts):
+    """Give the N rollouts of a turn the task's rewards, and let the task say who goes on, and from which prompts."""
+    prompts = []
+    responses = []
+    for rollout in rollouts:
+        prompts.append([texts[0] for texts in rollout.prompts])
+        responses.append([texts[0] for texts in rollout.responses])
+    rewards, processed_rewards = episodes.score(responses, prompts)  # task.reward_func: N lists of B floats
+    for i, rollout in enumerate(rollouts):
+        rollout.rewards[:, 0] = torch.tensor(rewards[i])
+        rollout.processed_rewards[:, 0] = torch.tensor(processed_rewards[i])
 
 
-def evaluate_policy(actor, batch, temperature):
-    """log pi(a_t|h_t) and the entropy of pi(.|h_t) in nats, each [B, L], and the actor's hidden states [B, L, D]."""
-    L = batch.mask.shape[1]
-    out = actor(**inputs_of(batch), logits_to_keep=L, output_hidden_states=True)
-    log_pi = (out.logits.float() / temperature).log_softmax(-1)
-    entropy = -(log_pi.exp() * log_pi).sum(-1)
-    return log_pi.gather(-1, batch.response_ids[..., None]).squeeze(-1), entropy, out.hidden_states[-1][:, -L:]
+# --- Learning: log-probabilities, values, rewards, advantages, the loss -----------------------------------------------
 
 
-def evaluate_critic(agent, batch):
-    """V(h_t) [B, L] of a separate critic, read at the positions whose logits predict a_t."""
-    return agent.values(agent.critic(**inputs_of(batch)).last_hidden_state[:, -batch.mask.shape[1] :])
-
-
-# --- Advantages and losses --------------------------------------------------------------------------------------------
-
-
-def gae(rewards, values, mask, gamma, gae_lambda):
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) of actions, all [B, L]; a mask's row is 1s, then 0s.
-
-    A_t = sum_l (gamma lambda)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t and V = 0 after the last action.
-    Returns (advantages, returns), with returns = A + V the critic's targets; 0 where the mask is 0.
-    """
-    values = values * mask
-    deltas = (rewards + gamma * nn.functional.pad(values[:, 1:], (0, 1)) - values) * mask
-    advantages, following = torch.zeros_like(deltas), torch.zeros_like(deltas[:, 0])
-    for t in reversed(range(deltas.shape[1])):
-        following = advantages[:, t] = deltas[:, t] + gamma * gae_lambda * following
-    return advantages, advantages + values
-
-
-@torch.no_grad()
-def evaluate(agent, reference, rollout, args, accelerator):
-    """Give a rollout the mask, the rewards and the values of its actions; returns metrics.
-
-    A response's reward lands on its last token, and every token pays kl_coef * (log pi - log pi_ref).
-    """
-    mask, rewards = rollout.mask, rollout.processed_rewards
-    rows = torch.arange(len(rewards), device=rewards.device)
-    reference_logprobs, values = torch.zeros_like(mask), torch.zeros_like(mask)
-    for part in rows.split(args.mini_batch_size):
-        batch, L = rollout.select(part), int(mask[part].sum(1).max())
-        with accelerator.autocast():
-            reference_logprobs[part, :L] = evaluate_policy(reference, batch, args.temperature)[0]
-            values[part, :L] = evaluate_critic(agent, batch) if agent.critic else batch.values
-    if args.reward_normalization:
-        rewards = standardise(rewards, torch.ones_like(rewards), accelerator, args.reward_norm_eps)
-    log_ratio = (rollout.logprobs - reference_logprobs) * mask
-    token_rewards = -args.kl_coef * log_ratio
-    token_rewards[rows, mask.sum(1).long() - 1] += rewards
-    if args.action_granularity == "turn":  # the response's reward, and the value at the last prompt token
-        token_rewards, values, mask = token_rewards.sum(1, keepdim=True), values[:, :1], mask[:, :1]
-    rollout.action_rewards, rollout.values, rollout.action_mask = token_rewards, values, mask
+def model_inputs(rollout):
+    """What a model reads to predict every response token of the R turns that were played, a row each."""
+    played = rollout.played
+    mask = torch.cat([rollout.prompt_mask[played], rollout.mask[played].long()], 1)
+    ids = torch.cat([rollout.prompt_ids[played], rollout.response_ids[played]], 1)
+    attention_mask = mask[:, :-1]  # nothing is predicted from the last token
     return {
-        "kl": masked_mean(log_ratio, rollout.mask, accelerator),
-        "reference_logprob": masked_mean(reference_logprobs, rollout.mask, accelerator),
-        "response_length": rollout.mask.sum(1).mean(),
+        "input_ids": ids[:, :-1],
+        "attention_mask": attention_mask,
+        "position_ids": count_positions(attention_mask),
+        "use_cache": False,
     }
 
 
-def losses(agent, batch, tokens, actions, args):
-    """The loss of rows of a mini-batch, and its parts: their shares of the means over so many tokens and actions."""
-    logprobs, entropy, hidden = evaluate_policy(agent.actor, batch, args.temperature)
-    values = evaluate_critic(agent, batch) if agent.critic else agent.values(hidden)
-    log_ratio = (logprobs - batch.logprobs).detach()
-    approx_kl = ((log_ratio.exp() - 1 - log_ratio) * batch.mask).sum() / tokens
-    entropy = (entropy * batch.mask).sum() / tokens
+def scatter(x, played):
+    """[R, L] of the turns that were played as [B, T, L], 0 elsewhere."""
+    scattered = x.new_zeros(*played.shape, x.shape[-1])
+    scattered[played] = x
+    return scattered
+
+
+def forward_policy(model, rollout, args):
+    """log pi(.|h_t) of the distribution that is sampled from, [R, L, vocabulary], and last hidden states [R, L, D]."""
+    L = rollout.mask.shape[-1]
+    with autocast(model, args):
+        out = model(**model_inputs(rollout), logits_to_keep=L, output_hidden_states=True)
+    log_pi = (out.logits.float() / args.temperature).log_softmax(-1)
+    return log_pi, out.hidden_states[-1][:, -L:]
+
+
+def take_logprobs(log_pi, rollout):
+    """log pi(a_t|h_t) [B, T, L] of the tokens that were sampled."""
+    played = rollout.played
+    tokens = rollout.response_ids[played][..., None]
+    return scatter(log_pi.gather(-1, tokens).squeeze(-1), played)
+
+
+def take_entropy(log_pi, rollout):
+    """The entropy of pi(.|h_t) in nats, [B, T, L], over the whole vocabulary."""
+    return scatter(-(log_pi.exp() * log_pi).sum(-1), rollout.played)
+
+
+def read_values(value_head, hidden_states):
+    """[..., D] hidden states to [...] values, in float32."""
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return value_head(hidden_states.float()).squeeze(-1)
+
+
+def critic_values(agent, rollout, args):
+    """V(h_t) [B, T, L] of a separate critic, read at the positions whose logits predict a_t."""
+    L = rollout.mask.shape[-1]
+    with autocast(agent.critic, args):
+        hidden_states = agent.critic(**model_inputs(rollout)).last_hidden_state[:, -L:]
+        return scatter(read_values(agent.value_head, hidden_states), rollout.played)
+
+
+@torch.no_grad()
+def compute_reference_logprobs(agent, rollout, args):
+    """log pi_ref(a_t|h_t) [B, T, L] of the initial policy."""
+    logprobs = torch.zeros_like(rollout.mask)
+    for rows in torch.arange(len(logprobs), device=logprobs.device).split(args.mini_batch_size):
+        part = rollout.select(rows)
+        L = part.mask.shape[-1]
+        log_pi, _ = forward_policy(agent.reference, part, args)
+        logprobs[rows, :, :L] = take_logprobs(log_pi, part)
+    return logprobs
+
+
+@torch.no_grad()
+def compute_values(agent, rollout, args):
+    """V(h_t) [B, T, L]; those of a value head on the actor were computed while it sampled."""
+    if agent.critic is None:
+        return rollout.values
+    values = torch.zeros_like(rollout.mask)
+    for rows in torch.arange(len(values), device=values.device).split(args.mini_batch_size):
+        part = rollout.select(rows)
+        L = part.mask.shape[-1]
+        values[rows, :, :L] = critic_values(agent, part, args)
+    return values
+
+
+def masked_mean(x, mask):
+    """This process's share of the mean of x over the mask's ones: averaged over the processes, it is the mean."""
+    return (x * mask).sum() / distributed.mean(mask.sum())
+
+
+def standardise(x, mask, eps=1e-8):
+    """(x - mean) / max(deviation, eps) over the mask's ones in all processes, 0 elsewhere."""
+    count = distributed.total(mask.sum())
+    mean = distributed.total((x * mask).sum()) / count
+    deviation = (distributed.total(((x - mean) ** 2 * mask).sum()) / count).sqrt()
+    return (x - mean) / deviation.clamp(min=eps) * mask
+
+
+def token_rewards(rollout, reference_logprobs, args):
+    """[B, T, L]: a turn's reward on its last token, and -kl_coef (log pi - log pi_ref) on every token."""
+    rewards = rollout.processed_rewards
+    if args.reward_normalization:
+        rewards = standardise(rewards, rollout.played.float(), args.reward_norm_eps)
+    last = rollout.mask - pad(rollout.mask[..., 1:], (0, 1))  # 1 on the last token of each turn
+    log_ratio = (rollout.logprobs - reference_logprobs) * rollout.mask
+    return -args.kl_coef * log_ratio + last * rewards[..., None]
+
+
+def group_actions(rewards, values, mask, args):
+    """What belongs to tokens, [B, T, L], as what belongs to actions, [B, T, K]: tokens (K = L) or turns (K = 1).
+
+    A turn's reward is the sum over its tokens, its value that of its prompt, which is read before its first token.
+    """
+    if args.action_granularity == "token":
+        return rewards, values, mask
+    return rewards.sum(-1, keepdim=True), values[..., :1], mask[..., :1]
+
+
+def gae(rewards, values, mask, gamma, gae_lambda):
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) along chains of actions.
+
+    A_t = sum_l (gamma lambda)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t and V = 0 after the last action.
+    All are [B, C], or [B, T, K], where an episode's turns follow one another; positions with mask 0 are skipped.
+    Returns (advantages, returns), with returns = A + V the critic's targets; 0 where the mask is 0.
+    """
+    shape = rewards.shape
+    rewards = rewards.flatten(1)
+    values = values.flatten(1)
+    mask = mask.flatten(1)
+    advantages = torch.zeros_like(values)
+    next_value = torch.zeros_like(values[:, 0])
+    next_advantage = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = delta + gamma * gae_lambda * next_advantage
+        next_value = torch.where(mask[:, t] > 0, values[:, t], next_value)
+        next_advantage = torch.where(mask[:, t] > 0, advantages[:, t], next_advantage)
+    returns = advantages + values
+    return (advantages * mask).view(shape), (returns * mask).view(shape)
+
+
+@dataclass
+class Batch:
+    """Episodes of a rollout, and what their actions are to learn: tokens (K = L) or turns (K = 1)."""
+
+    rollout: Rollout
+    old_values: torch.Tensor  # [B, T, K] V(h_t) before the update
+    advantages: torch.Tensor  # [B, T, K]
+    returns: torch.Tensor  # [B, T, K] the critic's targets
+    action_mask: torch.Tensor  # [B, T, K] 1 on actions
+    num_tokens: torch.Tensor | None = None  # sampled tokens of the whole mini-batch, on average over the processes
+    num_actions: torch.Tensor | None = None  # actions of the whole mini-batch, on average over the processes
+
+    def select(self, rows):
+        """The episodes of these rows, trimmed as Rollout.select does."""
+        rollout = self.rollout.select(rows)
+        L = rollout.mask.shape[-1]
+        return replace(
+            self,
+            rollout=rollout,
+            old_values=self.old_values[rows, :, :L],
+            advantages=self.advantages[rows, :, :L],
+            returns=self.returns[rows, :, :L],
+            action_mask=self.action_mask[rows, :, :L],
+        )
+
+    def split(self, num_parts):
+        """The batch in parts, whose losses add up to its own; Faults.backward does so where memory runs out."""
+        for rows in torch.arange(len(self.action_mask), device=self.action_mask.device).chunk(num_parts):
+            yield self.select(rows)
+
+
+def minibatches(batch, args, generator):
+    """The mini-batches of a rollout's batch, in a new random order; an episode's turns stay together."""
+    order = torch.randperm(len(batch.action_mask), generator=generator, device=generator.device)
+    for rows in order.split(args.mini_batch_size // distributed.world_size()):
+        minibatch = batch.select(rows)
+        minibatch.num_tokens = distributed.mean(minibatch.rollout.mask.sum())
+        minibatch.num_actions = distributed.mean(minibatch.action_mask.sum())
+        yield minibatch
+
+
+def ippo_loss(agent, minibatch, args):
+    """The loss of a mini-batch and its metrics: means over the mini-batch's tokens or actions."""
+    rollout = minibatch.rollout
+    action_mask = minibatch.action_mask
+    log_pi, hidden_states = forward_policy(agent.actor, rollout, args)
+    logprobs = take_logprobs(log_pi, rollout)
+    entropy = (take_entropy(log_pi, rollout) * rollout.mask).sum() / minibatch.num_tokens
+    if agent.critic:
+        values = critic_values(agent, rollout, args)
+    else:
+        values = scatter(read_values(agent.value_head, hidden_states), rollout.played)
+
+    log_ratio = (logprobs - rollout.logprobs).detach()
+    approx_kl = ((log_ratio.exp() - 1 - log_ratio) * rollout.mask).sum() / minibatch.num_tokens
     if args.action_granularity == "turn":  # log pi of a response is the sum over its tokens
-        logprobs, values = (logprobs * batch.mask).sum(1, keepdim=True), values[:, :1]
-    policy_loss = -(logprobs * batch.advantages * batch.action_mask).sum() / actions
-    value_error = (values - batch.returns) ** 2
+        logprobs = (logprobs * rollout.mask).sum(-1, keepdim=True)
+        values = values[..., :1]
+
+    policy_loss = -(logprobs * minibatch.advantages * action_mask).sum() / minibatch.num_actions
+
+    value_error = (values - minibatch.returns) ** 2
     if args.value_clip_range is not None:
-        near = batch.values + (values - batch.values).clamp(-args.value_clip_range, args.value_clip_range)
-        value_error = torch.max(value_error, (near - batch.returns) ** 2)
-    value_loss = (value_error * batch.action_mask).sum() / actions
+        change = (values - minibatch.old_values).clamp(-args.value_clip_range, args.value_clip_range)
+        clipped_error = (minibatch.old_values + change - minibatch.returns) ** 2
+        value_error = torch.max(value_error, clipped_error)
+    value_loss = (value_error * action_mask).sum() / minibatch.num_actions
+
     loss = policy_loss - args.entropy_coef * entropy + args.value_loss_coef * value_loss
-    parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "approx_kl": approx_kl}
-    return {"loss": loss, **parts}
+    metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "approx_kl": approx_kl}
+    return loss, metrics
 
 
-def backward(agent, rollout, rows, counts, args, accelerator):
-    """Add up the gradient of a mini-batch, in agent.parts parts; returns the parts of its loss."""
-    metrics = {}
-    for part in rows.chunk(agent.parts):
-        with accelerator.autocast():
-            shares = losses(agent, rollout.select(part), *counts, args)
-        accelerator.backward(shares.pop("loss"))
-        metrics = {name: metrics.get(name, 0.0) + share.detach() for name, share in shares.items()}
+def optimizer_step(agent, args):
+    """Clip the gradients, then step every optimiser; returns metrics. Where one is not finite, none steps."""
+    norms = []
+    for optimizer in agent.optimizers:
+        parameters = []
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+        distributed.average_gradients(parameters)
+        norms.append(nn.utils.clip_grad_norm_(parameters, args.max_grad_norm))
+    finite = agent.faults.finite(norms)
+    for optimizer in agent.optimizers:
+        if finite:
+            optimizer.step()
+        optimizer.zero_grad()
+    return {"grad_norm": norms[0], "skipped": torch.tensor(0.0 if finite else 1.0)}
+
+
+def describe_drift(rollout, reference_logprobs):
+    """How far an agent is from its initial policy: metrics, means over tokens in nats."""
+    return {
+        "kl": masked_mean(rollout.logprobs - reference_logprobs, rollout.mask),
+        "reference_logprob": masked_mean(reference_logprobs, rollout.mask),
+    }
+
+
+def describe_update(batch, history):
+    """What an agent's update was like: metrics of the rollout, and means over its optimiser steps."""
+    rollout = batch.rollout
+    lengths = rollout.mask.sum(-1)[rollout.played]
+    metrics = {"response_length": lengths.mean()}
+    metrics |= average(history)
+    metrics["explained_variance"] = explained_variance(batch.returns, batch.old_values, batch.action_mask)
     return metrics
 
 
-def update(agent, rollout, epochs, args, accelerator, generator):
-    """Learn from a rollout; returns metrics, means over the mini-batches. A mini-batch has all turns of its episodes.
-
-    A mini-batch whose gradient is not finite changes nothing. Raises UserError after three such running.
-    """
-    history, episodes = [], rollout.episodes
-    for _ in range(epochs):
-        order = torch.randperm(int(episodes.max()) + 1, generator=generator, device=generator.device)
-        for chosen in order.split(args.mini_batch_size // accelerator.num_processes):
-            rows = (chosen[:, None] == episodes).nonzero()[:, 1]
-            counts = [accelerator.reduce(x[rows].sum(), "mean") for x in (rollout.mask, rollout.action_mask)]
-            attempt = partial(backward, agent, rollout, rows, counts, args, accelerator)
-            metrics = with_less_memory(agent, attempt, "--mini-batch-size")
-            norms = [clip_gradients(optimizer, args.max_grad_norm, accelerator) for optimizer in agent.optimizers]
-            finite = torch.stack(norms).isfinite().all().float()
-            for optimizer in agent.optimizers:
-                if finite:
-                    optimizer.step()
-                optimizer.zero_grad()
-            agent.skipped = 0 if finite else agent.skipped + 1
-            if agent.skipped >= 3:
-                raise UserError("three gradients running were not finite: lower --actor-learning-rate or --temperature")
-            if not finite:
-                accelerator.print("a gradient was not finite: its mini-batch is skipped")
-            history.append(metrics | {"grad_norm": norms[0], "skipped": 1 - finite})
-    metrics = {name: torch.stack([metrics[name] for metrics in history]).mean() for name in history[0]}
-    return metrics | {"explained_variance": explained_variance(rollout.returns, rollout.values, rollout.action_mask)}
+# --- main: sample, score, learn, log ----------------------------------------------------------------------------------
 
 
-def main(args, task=None, model=None, tokenizer=None):
-    """Train a team; returns its agents and its Run. Raises UserError for what the user can mend.
+def build_run(args, folder, task, agents, generator, updates, updates_per_epoch):
+    """The run's folder, with what it is to keep and to restore."""
+    optimum = task.optimum(args.num_agents, args.num_turns) if hasattr(task, "optimum") else None
+    return Run(
+        folder,
+        args,
+        script=__file__,
+        agents=agents,
+        save=checkpoint.save_agents,
+        load=checkpoint.load_agents,
+        generator=generator,
+        updates=updates,
+        samples_per_update=args.rollout_buffer_size,
+        updates_per_epoch=updates_per_epoch,
+        optimum=optimum,
+    )
+
+
+def evaluate(agents, task, items, args):
+    """The team's mean reward on held-out items, sampled with the same noise each time."""
+    rank = distributed.rank()
+    generator = torch.Generator(agents[0].actor.device).manual_seed(args.seed + rank)
+    items = [items[k] for k in range(rank, len(items), distributed.world_size())]
+    rollouts = play(agents, task, items, args, generator, phase=lambda name: None)
+    return team_metrics(rollouts)["reward_mean"]
+
+
+def main(args=None, task=None, model=None, tokenizer=None):
+    """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
     `task` (any object with a task's names), `model` (loaded; it is copied) and `tokenizer` replace what the flags name.
     """
-    check_ranges(args)
-    accelerator = Accelerator(mixed_precision=args.mixed_precision)
-    device, rank, processes = accelerator.device, accelerator.process_index, accelerator.num_processes
-    check(args, processes)
-    task = load_task(task or args.task, args.num_agents, args.num_turns)
-    folder = run_folder(args, "ippo_llm", args.task)
-    check_models(args, model)
+    args = args or Args()
+    device = distributed.start()
+    rank = distributed.rank()
+    processes = distributed.world_size()
+    check_args(args, model)
+    task = tasks.load_task(task or args.task or sys.modules[__name__], args.num_agents, args.num_turns)
+    folder = run_folder(args, __file__, args.task)
     items_per_update = args.rollout_buffer_size // args.num_generations
-    train_items, held_out = load_datasets(task, args, items_per_update)
-    held_out = [*held_out] if args.eval_interval and len(held_out) >= processes else []
+    train_items, held_out_items = tasks.load_items(task, args, args.seed, items_per_update)
     updates = args.num_train_epochs * len(train_items) // items_per_update
 
     set_seed(args.seed)
-    references, tokenizers, critics = load_team(args, device, model, tokenizer)  # references: frozen initial policies
-    agents = [Agent(args, *parts) for parts in zip(references, tokenizers, critics)]
+    agents = build_agents(args, device, updates, model, tokenizer)
     generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * rank)
-    rate = (lambda step: min(1.0, 2.0 * (1.0 - step / updates))) if args.anneal_lr else (lambda step: 1.0)
-    for agent in agents:
-        agent.schedules = [LambdaLR(optimizer, rate) for optimizer in agent.optimizers]
-    optimum = task.optimum(args.num_agents, args.num_turns) if hasattr(task, "optimum") else None
-    team = {"agents": agents, "references": references}
-    save, load = partial(save_agents, **team), partial(load_agents, **team, args=args)
-    with Run(folder, args, updates, agents, save, load, generator, accelerator, optimum) as run:
-        data = batches(train_items, items_per_update, args.num_train_epochs, args.seed, run.step)
-        for step, items in enumerate(run.progress(data), run.step + 1):
-            # 1. Every agent answers, and the team is scored, turn by turn.
+    with build_run(args, folder, task, agents, generator, updates, len(train_items) / items_per_update) as run:
+        data = tasks.batches(train_items, items_per_update, args.num_train_epochs, args.seed, run.step)
+        for step, items in run.updates(data):
+            # 1. Every agent answers; the team is scored, turn by turn.
             items = [item for item in items[rank::processes] for _ in range(args.num_generations)]
-            rollouts = play(agents, task, items, args, generator, run.time, accelerator)
+            rollouts = play(agents, task, items, args, generator, run.phase)
 
             # 2. Each agent learns alone.
-            metrics = []
-            for agent, reference, rollout in zip(agents, references, rollouts):
-                with run.time("evaluate"):
-                    metrics.append(evaluate(agent, reference, rollout, args, accelerator))
-                    rewards, values, mask = rollout.chains()
-                    advantages, returns = gae(rewards, values, mask, args.gamma, args.gae_lambda)
-                    if args.advantage_normalization:
-                        advantages = standardise(advantages, mask, accelerator)
-                    rollout.advantages, rollout.returns = (rollout.unchain(x, mask) for x in (advantages, returns))
-                with run.time("update"):
-                    metrics[-1] |= update(agent, rollout, args.ppo_epochs, args, accelerator, generator)
-            for schedule in [schedule for agent in agents for schedule in agent.schedules]:
-                schedule.step()
+            drifts = []
+            agent_metrics = {}
+            for i, (agent, rollout) in enumerate(zip(agents, rollouts)):
+                run.phase("evaluate")
+                reference_logprobs = compute_reference_logprobs(agent, rollout, args)
+                values = compute_values(agent, rollout, args)
+                rewards = token_rewards(rollout, reference_logprobs, args)
+                rewards, values, action_mask = group_actions(rewards, values, rollout.mask, args)
+                advantages, returns = gae(rewards, values, action_mask, args.gamma, args.gae_lambda)
+                if args.advantage_normalization:
+                    advantages = standardise(advantages, action_mask)
+
+                run.phase("update")
+                batch = Batch(rollout, values, advantages, returns, action_mask)
+                history = []
+                for _ in range(args.ppo_epochs):
+                    for minibatch in minibatches(batch, args, generator):
+                        metrics = agent.faults.backward(agent, minibatch, args, ippo_loss)  # loss.backward()
+                        history.append(metrics | optimizer_step(agent, args))
+                for schedule in agent.schedules:
+                    schedule.step()
+
+                drifts.append(describe_drift(rollout, reference_logprobs))
+                for name, x in describe_update(batch, history).items():
+                    agent_metrics[f"agent_{i}/{name}"] = x
 
             # 3. Metrics, held-out items, samples.
-            row = team_metrics(rollouts, args.num_turns, accelerator)
-            row |= {name: sum(m.pop(name) for m in metrics) / len(agents) for name in ("kl", "reference_logprob")}
-            row |= {f"agent_{i}/{name}": x for i, m in enumerate(metrics) for name, x in m.items()}
-            row |= extra_metrics(task, rollouts)
-            row["new_tokens"] = sum(rollout.mask.sum() for rollout in rollouts) * processes
-            if held_out and (step % args.eval_interval == 0 or step in (1, updates)):
-                same = torch.Generator(device).manual_seed(args.seed + rank)  # the same noise at every evaluation
-                tests = held_out[rank::processes]
-                team = play(agents, task, tests, args, same, lambda _: run.time("held-out"), accelerator)
-                row["eval/reward_mean"] = episode_rewards(team).mean()
-            row = {k: accelerator.reduce(torch.as_tensor(x, device=device), "mean").item() for k, x in row.items()}
-            done = {"global_step": step * args.rollout_buffer_size, "epoch": step * items_per_update / len(train_items)}
-            run.log(done | row, items, rollouts)
+            metrics = team_metrics(rollouts) | average(drifts) | agent_metrics | tasks.extra_metrics(task, rollouts)
+            held_out = None
+            if held_out_items and args.eval_interval and (step % args.eval_interval == 0 or step in (1, updates)):
+                run.phase("held-out")
+                held_out = evaluate(agents, task, held_out_items, args)
+            new_tokens = sum(rollout.mask.sum() for rollout in rollouts)
+            run.log(metrics, items, rollouts, new_tokens, held_out)
     return agents, run
 
 

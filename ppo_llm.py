@@ -1,12 +1,14 @@
 """PPO for language models on LoRA adapters: one agent or a team on one shared base, one turn or many, in one file.
 
-Agent i with its actor theta_i, its critic phi_i, the actor of the rollout (old) and a reference (ref) descends
+Agent i with its actor theta_i, its critic phi_i, the actor of the rollout (old) and a reference (ref) descends, for an
+action a after all tokens h before it,
 
     E[ max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) ] + beta E[ exp(d) - d - 1 ] - c E[ H(pi) ],
     rho = pi(a|h) / pi_old(a|h),    d = log pi_ref(a|h) - log pi(a|h),
 
-while its critic descends vf_coef / 2 E[ max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) ], R = A + V_old.
-A is generalised advantage estimation over the turns of an episode, or over its tokens (--action-granularity).
+while its critic descends vf_coef / 2 E[ max((V - G)^2, (clip(V, V_old - eps, V_old + eps) - G)^2) ], G = A + V_old.
+A is generalised advantage estimation over the turns of an episode, or over its tokens (--action-granularity), and is
+standardised after G is taken. With turns as actions, each token of a turn has the turn's A.
 
     python ppo_llm.py                                   guess a number in at most six turns
     python ppo_llm.py --task tldr --num-agents 2        two agents summarise, one turn
@@ -15,74 +17,59 @@ An episode in an environment is one transcript: prompt, response, observation, r
 the end of its turn included, is an action, and one forward pass learns from all turns. N agents share one frozen base;
 each has its own LoRA adapters (actor, critic, reference) and value head.
 
-Simplified: one process. The base stays in eval mode; LoRA's dropout, if any, draws the same masks for pi_old and pi.
+Simplified: one process. The base stays in eval mode; LoRA's dropout, if any, is on only while learning.
 Source: AgileRL's page on LLMPPO; PPO (arXiv 1707.06347); GAE (arXiv 1506.02438); LoRA (arXiv 2106.09685).
+
+Shapes: B episodes of a rollout, T turns of an episode, R transcripts of an episode (1 in an environment, T on a task,
+where each turn has a prompt of its own), P tokens of a transcript before its first response (left-padded), L after that
+(right-padded). What belongs to tokens is [B, R, L], and as [B, R * L] one chain; what belongs to turns is [B, T].
 """
 
+import copy
+import functools
+import math
+import random
+import sys
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import transformers
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import nn
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from utils.adapters import (
-    adapter_parameters,
-    add_adapters,
-    check_checkpoint,
-    copy_adapter,
-    learning,
-    load_adapters,
-    lora_config,
-    reference_of,
-    resume_adapters,
-    save_adapters,
-    stage_config,
-)
-from utils.cli import UserError, command_line
-from utils.envs import Games, load_env
-from utils.episodes import Episodes, team_metrics
-from utils.models import check_model, load_model, load_tokenizer
-from utils.prompts import encode, end_tokens, reply
-from utils.ranges import Count, Natural, NonNegative, Portion, Positive, Share, check_ranges
+from utils import adapters, distributed, tasks
+from utils.cli import UserError, check_needs, command_line, flags
+from utils.envs import EnvArgs, Games, load_env
+from utils.faults import Faults
+from utils.metrics import average, explained_variance, team_metrics
+from utils.models import check_model, loading
+from utils.prompts import end_tokens, render, reply
 from utils.run import FolderArgs, Run, run_folder
-from utils.stats import clip_gradients, explained_variance, standardise, sums_by, with_less_memory
-from utils.tasks import batches, extra_metrics, load_datasets, load_task
+
+# --- Args: the flags --------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@flags
 class TrainingArgs:
-    """The run: what is trained on what."""
+    """How long, from which seed."""
 
-    seed: Natural = 1  # seed of everything random: the same seed gives the same run
-    env: str | None = None  # environment: guess (if there is no --task), grid, FILE.py, or package.module:callable
-    task: str | None = None  # a task in place of an environment: its name, or a FILE.py
-    dataset: str | None = None  # data in place of the task's own: a hub dataset's name, a folder, or a .jsonl file
-    train_size: Count | None = None  # items of the task (none: 1536), or seeds of the environment (none: 3200)
-    eval_size: Count = 64  # held-out items of the task
-    evaluation_interval: Natural = 25  # updates between evaluations; 0: never
-    eval_loop: Count = 256  # held-out episodes in an evaluation, played near-deterministically
-    num_train_epochs: Count = 3  # passes over the training set
-    load_checkpoint: str | None = None  # run to start from: its actors become the actors and the references
-    load_optimizer: bool = False  # with --load-checkpoint: go on with its optimisers too
-    merge_lora_configs: bool = False  # with --load-checkpoint: take a LoRA configuration that differs, merged
+    seed: NonNegativeInt = 1  # seed of everything random: the same seed gives the same run
+    num_train_epochs: PositiveInt = 3  # passes over the training set
+    evaluation_interval: NonNegativeInt = 25  # updates between evaluations; 0: never
+    eval_loop: PositiveInt | None = None  # held-out episodes in an evaluation; none: 256 games, all items of a task
 
 
-@dataclass
+@flags
 class PolicyArgs:
     """The agents: adapters on one base."""
 
     model: str = "utils/tiny_lm"  # folder or hub name of the base, whose weights stay as they are
-    num_agents: Count = 1  # agents in the team; more than one takes a --task
-    lora_rank: Count = 16  # rank r of the adapters
-    lora_alpha: Positive = 32.0  # the adapters' output is scaled by alpha / r
-    lora_dropout: Share = 0.0  # dropout on what the adapters read, while learning
-    lora_target_modules: tuple[str, ...] = ()  # linear layers that get an adapter, by name; none: all but the output's
+    num_agents: PositiveInt = 1  # agents in the team; more than one takes a --task
     use_separate_reference_adapter: bool = True  # the reference is a copy of the actor as it was; off: the base
-    reference_update_interval: Natural = 0  # passes over the training set between copies of the actor to it; 0: never
+    reference_update_interval: NonNegativeInt = 0  # passes over the training set between copies of the actor to it
     dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the base's weights
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
@@ -92,607 +79,1038 @@ class PolicyArgs:
     calc_position_embeddings: bool = True  # number the tokens of a padded row from its first; off: from the padding
 
 
-@dataclass
+@flags
 class GenerationArgs:
     """Sampling: how episodes are played."""
 
-    rollout_buffer_size: Count = 64  # episodes between two updates
-    max_turns: Count | None = None  # turns of an episode; none: 6 in an environment, 1 on a task
+    rollout_buffer_size: PositiveInt = 64  # episodes between two updates
+    max_turns: PositiveInt | None = None  # turns of an episode; none: 6 in an environment, 1 on a task
     early_termination_threshold: float | None = None  # on a task: end an episode after a mean reward above this
-    max_output_tokens: Count | None = None  # longest response in tokens; none: 8 in an environment, 72 on a task
-    min_output_tokens: Natural = 0  # a response may not end before so many
-    max_model_len: Count | None = None  # longest transcript in tokens, truncated there; none: what the model takes
-    temperature: Positive = 1.0  # the logits are divided by it
-    top_p: Portion = 1.0  # sample from the likeliest tokens whose probabilities sum up to it
-    top_k: Natural = 0  # sample from so many likeliest tokens; 0: from all
-    min_p: Share = 0.0  # sample from tokens at least this share as likely as the likeliest
-    repetition_penalty: Positive = 1.0  # above 1: what stands in the transcript is less likely to come again
-    hf_generate_chunk_size: Count | None = None  # prompts sampled at once; none: all
+    max_output_tokens: PositiveInt | None = None  # longest response; none: 8 tokens in an environment, 72 on a task
+    min_output_tokens: NonNegativeInt = 0  # a response may not end before so many
+    max_model_len: PositiveInt | None = None  # most tokens of a transcript: an episode stops before; none: the model's
+    temperature: PositiveFloat = 1.0  # the logits are divided by it
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample from the likeliest tokens that sum up to it
+    top_k: NonNegativeInt = 0  # sample from so many likeliest tokens; 0: from all
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # sample from tokens at least this share as likely as the best
+    repetition_penalty: PositiveFloat = 1.0  # above 1: what stands in the transcript is less likely to come again
+    hf_generate_chunk_size: PositiveInt | None = None  # prompts sampled at once; none: all
 
 
-@dataclass
+@flags
 class PPOArgs:
     """The algorithm."""
 
-    action_granularity: Literal["turn", "token", "auto"] = "token"  # what is an action; auto: token if max_turns is 1
-    turn_value_reduction: Literal["first_value", "mean", "final_value"] = "first_value"  # V of a turn, of its tokens
+    action_granularity: Literal["turn", "token", "auto"] = "auto"  # what is an action; auto: turn if --max-turns > 1
+    turn_value_reduction: Literal["first_value", "mean", "final_value"] = "first_value"  # V of a turn, from its tokens'
     turn_level_clip: bool = False  # the ratio of a turn, not of each of its tokens; takes turns as actions
-    gamma: Share = 1.0  # discount factor between actions
-    gae_lambda: Share = 0.95  # lambda of generalised advantage estimation
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount factor between actions
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda of generalised advantage estimation
     adv_whitening: bool = True  # standardise advantages over the rollout
-    clip_coef: Positive = 0.2  # eps: how far the ratio, and a value, is followed
-    beta: NonNegative = 0.01  # weight of the KL penalty to the reference
-    vf_coef: NonNegative = 0.5  # weight of the value loss
-    ent_coef: NonNegative = 0.0  # c, the weight of the entropy bonus
-    update_epochs: Count = 2  # passes over a rollout
-    batch_size: Count = 16  # transcripts in an optimiser step
-    micro_batch_size_per_gpu: Count | None = None  # transcripts in a forward pass; none: --batch-size
+    clip_coef: PositiveFloat = 0.2  # eps: clip range of the ratio, and of a value's change
+    beta: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference; 0: no pass through the reference
+    vf_coef: NonNegativeFloat = 0.5  # weight of the value loss
+    ent_coef: NonNegativeFloat = 0.0  # c, the weight of the entropy bonus
+    update_epochs: PositiveInt = 2  # passes over a rollout
+    batch_size: PositiveInt = 16  # episodes in an optimiser step
+    micro_batch_size_per_gpu: PositiveInt | None = None  # episodes in a forward pass; none: --batch-size
 
 
-@dataclass
+@flags
 class OptimizationArgs:
     """The optimiser (AdamW), one for each agent."""
 
-    lr_actor: NonNegative = 3e-3  # learning rate of the actors' adapters
-    lr_critic: NonNegative | None = None  # of the critics' adapters and value heads; none: --lr-actor
+    lr_actor: NonNegativeFloat = 3e-3  # learning rate of the actors' adapters
+    lr_critic: NonNegativeFloat | None = None  # of the critics' adapters and value heads; none: --lr-actor
     cosine_lr_schedule: bool = True  # lower the learning rates to 0 along a cosine
-    warmup_proportion: Share = 0.0  # share of the updates over which they rise first
-    max_grad_norm: Positive = 0.5  # an agent's gradient is clipped to this norm
+    warmup_proportion: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the updates over which they rise first
+    max_grad_norm: PositiveFloat = 0.5  # an agent's gradient is clipped to this norm
 
 
-@dataclass
-class Args(TrainingArgs, FolderArgs, PolicyArgs, GenerationArgs, PPOArgs, OptimizationArgs):
+@flags
+class Args(
+    TrainingArgs,
+    EnvArgs,
+    tasks.TaskArgs,
+    FolderArgs,
+    PolicyArgs,
+    adapters.LoraArgs,
+    GenerationArgs,
+    PPOArgs,
+    OptimizationArgs,
+):
     """All flags."""
 
-    @property
-    def num_turns(self):
-        return self.max_turns or (1 if self.task else 6)
 
-    @property
-    def by_turns(self):
-        return self.action_granularity == "turn" or (self.action_granularity == "auto" and self.num_turns > 1)
+def resolve_args(args, task=None, model=None):
+    """The flags with what depends on others filled in. Raises UserError for flags that do not go together."""
+    if task is not None and args.task is None:
+        args = replace(args, task=getattr(task, "__name__", "task"))
+    max_turns = args.max_turns or (1 if args.task else 6)
+    granularity = args.action_granularity
+    if granularity == "auto":
+        granularity = "turn" if max_turns > 1 else "token"
+    config = model.config if model else check_model(args.model, "--model", args.trust_remote_code)
+    room = getattr(config.get_text_config(), "max_position_embeddings", None) or args.max_model_len or 2**31 - 1
+    args = replace(
+        args,
+        max_turns=max_turns,
+        action_granularity=granularity,
+        max_output_tokens=args.max_output_tokens or (72 if args.task else 8),
+        max_model_len=min(args.max_model_len or room, room),
+        train_size=args.train_size or (None if args.task else 3200),
+        lr_critic=args.lr_actor if args.lr_critic is None else args.lr_critic,
+        micro_batch_size_per_gpu=args.micro_batch_size_per_gpu or args.batch_size,
+    )
+    check_args(args)
+    return args
 
 
-def check_args(args, processes):
+def check_args(args):
     """Raise UserError for flags that do not go together, before anything is loaded or written."""
-    if processes > 1:
-        raise UserError(f"ppo_llm.py takes one process, got {processes}")
-    if args.train_size < args.rollout_buffer_size:
-        least = f"--rollout-buffer-size, {args.rollout_buffer_size}"
-        raise UserError(f"--train-size takes at least {least}, got {args.train_size}")
+    if distributed.world_size() > 1:
+        raise UserError(f"ppo_llm.py takes one process, got {distributed.world_size()}")
     if args.env and args.task:
         raise UserError(f"--env {args.env} and --task {args.task} are two things to train on; give one")
-    if args.num_agents > 1 and not args.task:
+    if args.num_agents > 1 and args.task is None:
         raise UserError(f"--num-agents {args.num_agents} takes a --task; an environment has one player")
-    for one, other in (("min_output_tokens", "max_output_tokens"), ("max_output_tokens", "max_model_len")):
-        least, most = getattr(args, one), getattr(args, other)
-        if most and least > most:
-            one, other = (f"--{name.replace('_', '-')}" for name in (one, other))
-            raise UserError(f"{one} takes at most {other}, {most}, got {least}")
-    if args.turn_level_clip and not args.by_turns:
+    if args.task is None and args.train_size < args.rollout_buffer_size:
+        least = f"--rollout-buffer-size, {args.rollout_buffer_size}"
+        raise UserError(f"--train-size takes at least {least}, got {args.train_size}")
+    if args.turn_level_clip and args.action_granularity != "turn":
         raise UserError("--turn-level-clip takes turns as actions (--action-granularity turn)")
-    needs = {"load_optimizer": "load_checkpoint", "merge_lora_configs": "load_checkpoint", "dataset": "task"}
-    needs |= {"reference_update_interval": "use_separate_reference_adapter", "early_termination_threshold": "task"}
-    for flag, other in needs.items():
-        if getattr(args, flag) not in (None, False) and not getattr(args, other):
-            raise UserError(f"--{flag.replace('_', '-')} takes a --{other.replace('_', '-')}")
+    if args.turn_value_reduction != "first_value" and args.action_granularity != "turn":
+        raise UserError("--turn-value-reduction takes turns as actions (--action-granularity turn)")
+    if args.early_termination_threshold is not None and args.max_turns == 1:
+        raise UserError("--early-termination-threshold takes several turns (--max-turns)")
+    check_order(args, "min_output_tokens", "max_output_tokens")
+    check_order(args, "max_output_tokens", "max_model_len")
+    check_needs(args, {"dataset": "task", "early_termination_threshold": "task"})
+    check_needs(args, {"load_optimizer": "load_checkpoint", "merge_lora_configs": "load_checkpoint"})
+    check_needs(args, {"reference_update_interval": "use_separate_reference_adapter"})
+    if args.load_checkpoint:
+        adapters.check_checkpoint(args.load_checkpoint, args.num_agents)
 
 
-# --- Transcripts ------------------------------------------------------------------------------------------------------
+def check_order(args, lower, upper):
+    """Raise UserError where the flag `lower` is above the flag `upper`."""
+    least = getattr(args, lower)
+    most = getattr(args, upper)
+    if least and most and least > most:
+        lower_flag = "--" + lower.replace("_", "-")
+        upper_flag = "--" + upper.replace("_", "-")
+        raise UserError(f"{lower_flag} takes at most {upper_flag}, {most}, got {least}")
 
 
-@dataclass
-class Transcript:
-    """An agent's side of an episode, or of a turn of it: token ids, and the turn in which it wrote each, or -1."""
+# --- The environment: a game in several turns -------------------------------------------------------------------------
 
-    episode: int
-    ids: list
-    turns: list = field(default_factory=list)
-    prompts: list = field(default_factory=list)  # of each turn: what was asked,
-    texts: list = field(default_factory=list)  # answered,
-    rewards: list = field(default_factory=list)  # earned,
-    processed: list = field(default_factory=list)  # and, after reward_processor, is to learn from
-    truncated: bool = False  # cut short: what might have come is worth V of the last token
-
-    def __post_init__(self):
-        self.turns = [-1] * len(self.ids)
-
-    def write(self, ids, turn=-1):
-        self.ids, self.turns = self.ids + ids, self.turns + [turn] * len(ids)
+MAX_NUMBER = 16
+MAX_GUESSES = 6
 
 
-@dataclass
-class Transcripts:
-    """R transcripts of one agent: P tokens up to its first response, left-padded, then L, right-padded.
+class Env:
+    """A game of guessing a secret number, uniform from 1 to 16, with Gymnasium's reset and step on text.
 
-    Where a task plays several turns, each is a row of its own, in order of episode, then turn. An action is a token
-    (K = L), or a turn (K = T, the most turns of an episode); what belongs to an action is repeated at its tokens.
+    A guess earns its expected value (see guess_value), so that luck is neither paid nor punished, and each but the
+    first costs 1/6: the sooner the better. An answer that is no number of one to three digits ends the game with -1.
     """
 
-    ids: torch.Tensor  # [R, P + L]
-    attention: torch.Tensor  # [R, P + L] 1 on tokens, 0 on padding
-    turns: torch.Tensor  # [R, L] the turn in which the agent sampled a token, -1 where it did not
-    rows: torch.Tensor  # [R] the episode of each row, from 0 to B - 1
-    truncated: torch.Tensor  # [R] 1 where what might have come is worth V of the last token
-    turn_rewards: torch.Tensor  # [R, T] 0 where a row has no such turn
-    episodes: torch.Tensor  # [M] the episode of each turn played,
-    rewards: torch.Tensor  # [M] what it earned,
-    prompts: list  # M strings, what was asked,
-    texts: list  # and M strings, what was answered
-    steps: list | None = None  # the optimiser steps of a pass, each a list of micro-batches, each some rows
-    seed: int = 0  # of the dropout's masks
-    logprobs: torch.Tensor | None = None  # [R, L] log pi_old
-    reference_logprobs: torch.Tensor | None = None  # [R, L] log pi_ref
-    values: torch.Tensor | None = None  # [R, L] V_old of the action
-    action_rewards: torch.Tensor | None = None  # [R, K]
-    advantages: torch.Tensor | None = None  # [R, L]
-    returns: torch.Tensor | None = None  # [R, L] the critic's targets
+    def reset(self, seed=None):
+        rng = random.Random(None if seed is None else f"guess {seed}")
+        self.secret = rng.randint(1, MAX_NUMBER)
+        self.num_guesses = 0
+        self.low = 1  # the secret is from low to high, by the observations so far
+        self.high = MAX_NUMBER
+        return f"I think of a number from 1 to {MAX_NUMBER}. Guess it.", {}
 
-    @property
-    def mask(self):
-        """[R, L] 1 on sampled tokens."""
-        return (self.turns >= 0).float()
+    def step(self, answer):
+        """Returns observation, reward, terminated, truncated, info."""
+        self.num_guesses += 1
+        answer = answer.strip()
+        if not (answer.isascii() and answer.isdigit() and len(answer) <= 3):
+            return "not a number", -1.0, True, False, {}
 
-    def select(self, rows):
-        """The given rows, trimmed to the longest of them on either side."""
-        L = self.turns.shape[1]
-        P, after = (int(x[rows].sum(1).max()) for x in (self.attention[:, :-L], self.attention[:, -L:]))
-        first, last = self.ids.shape[1] - L - P, self.ids.shape[1] - L + after
-        known = ("turns", "logprobs", "reference_logprobs", "values", "advantages", "returns")
-        cut = {name: getattr(self, name)[rows, :after] for name in known if getattr(self, name) is not None}
-        cut |= {name: getattr(self, name)[rows, first:last] for name in ("ids", "attention")}
-        return replace(self, **cut)
+        guess = int(answer)
+        reward = guess_value(self.low, guess, self.high)
+        if self.num_guesses > 1:
+            reward -= 1 / MAX_GUESSES
 
-    def chains(self, *xs, mask):
-        """Numbers of actions [R, K] with each episode's in one row, [B, C], padded on the right; their mask, last."""
-        lengths = sums_by(self.rows, (mask > 0).sum(1))
-        chained = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-        empty = torch.zeros(chained.shape, device=lengths.device)
-        return *(empty.masked_scatter(chained, x[mask > 0]) for x in xs), chained.float()
+        if guess == self.secret:
+            return "met", reward, True, False, {}
+        if guess < self.secret:
+            observation = "higher"
+            self.low = max(self.low, guess + 1)
+        else:
+            observation = "lower"
+            self.high = min(self.high, guess - 1)
+        if self.num_guesses == MAX_GUESSES:
+            return "out of turns", reward, True, False, {}
+        return observation, reward, False, False, {}
 
 
-def collate(transcripts, pad, T, device):
-    """Transcripts of an agent as tensors."""
-    starts = [next(t for t, turn in enumerate(transcript.turns) if turn >= 0) for transcript in transcripts]
-    P, L = max(starts), max(len(transcript.ids) - start for transcript, start in zip(transcripts, starts))
-    ids = torch.full((len(starts), P + L), pad)
-    attention, turns = torch.zeros_like(ids), torch.full_like(ids, -1)
-    turn_rewards, played = torch.zeros(len(starts), T), []
-    for r, (transcript, start) in enumerate(zip(transcripts, starts)):
-        span = slice(P - start, P - start + len(transcript.ids))
-        ids[r, span], attention[r, span] = torch.tensor(transcript.ids), 1
-        turns[r, span] = torch.tensor(transcript.turns)
-        for turn, reward in zip(sorted({*transcript.turns} - {-1}), transcript.processed):
-            turn_rewards[r, turn] = reward
-        played += zip(transcript.prompts, transcript.texts, transcript.rewards, [transcript.episode] * T)
-    prompts, texts, rewards, episodes = map(list, zip(*played))
-    rows, truncated = (torch.tensor([getattr(x, name) for x in transcripts]) for name in ("episode", "truncated"))
-    tensors = (ids, attention, turns[:, P:], rows, truncated.float(), turn_rewards)
-    tensors += (torch.tensor(episodes), torch.tensor(rewards))
-    return Transcripts(*(x.to(device) for x in tensors), prompts, texts)
+def guess_value(low, guess, high):
+    """What a guess is worth where the secret is uniform from low to high; 0 for a number that is ruled out.
+
+    Half the probability to meet the secret, and half the entropy of the observation, as a share of all 4 bits.
+    """
+    if not low <= guess <= high:
+        return 0.0
+    candidates = high - low + 1
+    outcomes = (guess - low, 1, high - guess)  # candidates that are lower, met, higher
+    entropy = sum(count / candidates * math.log2(candidates / count) for count in outcomes if count > 0)
+    return 0.5 / candidates + 0.5 * entropy / math.log2(MAX_NUMBER)
 
 
-# --- The agent --------------------------------------------------------------------------------------------------------
+@functools.cache
+def optimal_score(candidates, guesses):
+    """The expected sum of rewards of optimal play with so many candidates and guesses left."""
+    if candidates == 0 or guesses == 0:
+        return 0.0
+    scores = []
+    for guess in range(1, candidates + 1):
+        score = guess_value(1, guess, candidates)
+        if guesses > 1:
+            for remaining in (guess - 1, candidates - guess):
+                probability = remaining / candidates
+                score += probability * (optimal_score(remaining, guesses - 1) - 1 / MAX_GUESSES)
+        scores.append(score)
+    return max(scores)
 
 
-class LoraAgent:
-    """One agent's adapters on the shared base, by name, its value head and its optimiser."""
+def optimum(max_turns):
+    """The expected score of optimal play in so many turns: 29 / 48 = 0.604 for five or more.
 
-    def __init__(self, i, model, args, updates):
-        self.actor, self.critic = f"agent_{i}_actor", f"agent_{i}_critic"
-        self.reference = f"agent_{i}_reference" if args.use_separate_reference_adapter else None
-        base = model.get_base_model()
-        self.value_head = nn.Linear(base.config.get_text_config().hidden_size, 1).to(base.device)
+    Guessing the middle of what is left meets one of the 16 secrets at turn 1, 2 at turn 2, 4 at turn 3, 8 at turn 4 and
+    the last at turn 5, after 3.375 turns on average. A secret that is met has given all 4 bits, so the values add up to
+    1 on average, and the score is 1 - (3.375 - 1) / 6.
+    """
+    return optimal_score(MAX_NUMBER, min(MAX_GUESSES, max_turns))
+
+
+# --- The agent: adapters on a shared base -----------------------------------------------------------------------------
+
+
+class Agent:
+    """One agent's LoRA adapters on the shared base, by name, its value head and its optimiser."""
+
+    def __init__(self, i, model, tokenizer, updates, args):
+        self.model = model  # a peft.PeftModel, shared by all agents
+        self.base_name = args.model
+        self.tokenizer = tokenizer
+        self.actor = f"agent_{i}_actor"
+        self.critic = f"agent_{i}_critic"
+        self.reference = f"agent_{i}_reference" if args.use_separate_reference_adapter else None  # None: the base
+        width = model.get_base_model().config.get_text_config().hidden_size
+        self.value_head = nn.Linear(width, 1).to(model.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
-        valued = [*adapter_parameters(model, self.critic), *self.value_head.parameters()]
-        lr_critic = args.lr_actor if args.lr_critic is None else args.lr_critic
-        groups = [{"params": adapter_parameters(model, self.actor), "lr": args.lr_actor}]
-        self.optimizers = [torch.optim.AdamW([*groups, {"params": valued, "lr": lr_critic}], weight_decay=0.0)]
-        warmup, steps = round(args.warmup_proportion * updates), updates if args.cosine_lr_schedule else 10**9
-        self.schedules = [transformers.get_cosine_schedule_with_warmup(self.optimizers[0], warmup, steps)]
-        self.skipped, self.parts = 0, 1  # optimiser steps running whose gradient was not finite; parts of a micro-batch
+        critic_parameters = [*adapters.parameters(model, self.critic), *self.value_head.parameters()]
+        actor_group = {"params": adapters.parameters(model, self.actor), "lr": args.lr_actor}
+        critic_group = {"params": critic_parameters, "lr": args.lr_critic}
+        self.optimizers = [torch.optim.AdamW([actor_group, critic_group], weight_decay=0.0)]
+        self.schedules = [build_schedule(self.optimizers[0], updates, args)]
+        self.faults = Faults("--micro-batch-size-per-gpu", "--lr-actor")
 
 
-@torch.no_grad()
-def generate(model, adapters, prompts, args, tokenizer, generator, greedy=False):
-    """Let B adapters, by name, continue B prompts, lists of ids, together: B lists of new ids, the last may be an end.
-
-    Only rows that still run are computed; rows of several adapters share the base's forward pass.
-    """
-    device, L, mixed = model.device, args.max_output_tokens, len(set(adapters)) > 1
-    ends = torch.tensor(end_tokens(model, tokenizer), device=device)
-    penalise = transformers.RepetitionPenaltyLogitsProcessor(args.repetition_penalty)
-    warpers = transformers.LogitsProcessorList()
-    warpers += [transformers.TopKLogitsWarper(args.top_k)] if args.top_k else []
-    warpers += [transformers.TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
-    warpers += [transformers.MinPLogitsWarper(args.min_p)] if args.min_p else []
-    model.set_adapter(adapters[0])
-    responses = torch.full((len(prompts), L), -1, device=device)
-    for running in torch.arange(len(prompts), device=device).split(args.hf_generate_chunk_size or len(prompts)):
-        asked, cache = [prompts[k] for k in running.tolist()], None
-        P = max(map(len, asked))
-        ids = inputs = torch.tensor([[prompt[0]] * (P - len(prompt)) + prompt for prompt in asked], device=device)
-        attention = torch.tensor([[0] * (P - len(prompt)) + [1] * len(prompt) for prompt in asked], device=device)
-        for t in range(L):
-            given = {"adapter_names": [adapters[k] for k in running.tolist()]} if mixed else {}
-            if args.calc_position_embeddings:
-                given["position_ids"] = positions(attention)[:, -inputs.shape[1] :]
-            given |= {"attention_mask": attention, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-            out = model(inputs, **given)
-            logits = penalise(ids, out.logits[:, -1].float()) / args.temperature
-            if t < args.min_output_tokens:
-                logits[:, ends] = -torch.inf
-            tokens = logits.argmax(-1)
-            if not greedy:
-                tokens = torch.multinomial(warpers(ids, logits).softmax(-1), 1, generator=generator).squeeze(1)
-            responses[running, t] = tokens
-            alive = ~torch.isin(tokens, ends)
-            cache, inputs, ids = out.past_key_values, tokens[:, None], torch.cat([ids, tokens[:, None]], 1)
-            attention = nn.functional.pad(attention, (0, 1), value=1)
-            if not alive.all():
-                running, inputs, ids, attention = (x[alive] for x in (running, inputs, ids, attention))
-                if len(running) == 0:
-                    break
-                cache.batch_select_indices(alive.nonzero().squeeze(1))
-    return [[token for token in row if token >= 0] for row in responses.tolist()]
+def build_schedule(optimizer, updates, args):
+    """Learning rates that rise over the first --warmup-proportion of the updates, then follow a cosine down to 0."""
+    warmup = round(args.warmup_proportion * updates)
+    if args.cosine_lr_schedule:
+        return transformers.get_cosine_schedule_with_warmup(optimizer, warmup, updates)
+    return transformers.get_constant_schedule_with_warmup(optimizer, warmup)
 
 
-def positions(attention):
-    return (attention.cumsum(1) - 1).clamp(min=0)
-
-
-def play_env(model, agent, factory, items, args, tokenizer, generator, time, greedy=False):
-    """Play an episode of each of B items, {"seed": k}, in step, the agent's answers sampled as one batch.
-
-    Returns [transcripts] of the episodes that no error ended, numbered anew, their items, and the errors by seed.
-    """
-    games, transcripts = Games(factory, [item["seed"] for item in items], args.num_turns, args.reward_timeout), {}
-    while games.running:
-        playing = [*games.running]
-        with time("sample"):
-            for k in playing:
-                if k not in transcripts:
-                    text, ids = encode([{"role": "user", "content": games.observations[k]}], args, tokenizer)
-                    transcripts[k] = Transcript(k, ids, prompts=[text])
-            prompts = [transcripts[k].ids for k in playing]
-            answers = generate(model, [agent.actor] * len(playing), prompts, args, tokenizer, generator, greedy)
-            texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        with time("reward"):
-            games.step(texts)
-        for k, ids, text in zip(playing, answers, texts):
-            transcript = transcripts[k]
-            transcript.write(ids, turn=len(transcript.texts))
-            transcript.texts.append(text)
-            if k in games.dropped or games.ended[k] in ("terminated", "horizon"):
-                continue
-            told = reply(games.observations[k], ids[-1], tokenizer)
-            room = args.max_model_len - len(transcript.ids) - len(told)
-            if room >= 0:
-                transcript.write(told)
-                transcript.prompts.append(games.observations[k])
-            if room < args.max_output_tokens or games.ended[k] == "truncated":
-                transcript.truncated = True
-                if k in games.running:
-                    games.stop(k)
-    kept = [k for k in transcripts if k not in games.dropped]
-    for number, k in enumerate(kept):
-        transcripts[k].episode, transcripts[k].rewards, transcripts[k].processed = number, *[games.rewards[k]] * 2
-    errors = {items[k]["seed"]: error for k, error in games.dropped.items()}
-    return [[transcripts[k] for k in kept]], [items[k] for k in kept], errors
-
-
-def play_task(model, agents, task, items, args, tokenizer, generator, time, greedy=False):
-    """Play an episode of each of B items: turn by turn the team answers and is scored.
-
-    Returns N lists of transcripts, a turn each.
-    """
-    episodes, teams = Episodes(task, items, args), [[] for _ in agents]
-    while episodes.running:
-        numbers, turn = [*episodes.running], episodes.turn
-        with time("sample"):
-            prompts = [episodes.prompts(i, tokenizer) for i in range(len(agents))]
-            asked = [encode(prompt, args, tokenizer)[1] for of_agent in prompts for prompt in of_agent]
-            adapters = [agent.actor for agent in agents for _ in numbers]
-            n = len(asked) if len(numbers) <= 4 else len(numbers)  # few rows are faster in one batch, many by agent
-            parts = [(adapters[k : k + n], asked[k : k + n]) for k in range(0, len(asked), n)]
-            answers = [ids for part in parts for ids in generate(model, *part, args, tokenizer, generator, greedy)]
-            texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        texts = [texts[i * len(numbers) : (i + 1) * len(numbers)] for i in range(len(agents))]
-        with time("reward"):
-            rewards, processed = episodes.play(texts, prompts)
-        for i, team in enumerate(teams):
-            for j, k in enumerate(numbers):
-                row = i * len(numbers) + j
-                transcript = Transcript(k, asked[row], prompts=[prompts[i][j]], texts=[texts[i][j]])
-                transcript.rewards, transcript.processed = [rewards[i][j]], [processed[i][j]]
-                transcript.write(answers[row], turn)
-                team.append(transcript)
-    return [sorted(team, key=lambda transcript: transcript.episode) for team in teams]
-
-
-def transcript_inputs(batch, args):
-    """What a model reads: all tokens, with masks and positions."""
-    given = {"position_ids": positions(batch.attention)} if args.calc_position_embeddings else {}
-    return {"input_ids": batch.ids, "attention_mask": batch.attention, "use_cache": False} | given
-
-
-def evaluate_actor(model, batch, args):
-    """log pi(.|h) before each of the last L tokens, of the adapter that is set, [R, L, V]."""
-    L, given = batch.turns.shape[1], transcript_inputs(batch, args)
-    logits = model.get_base_model()(**given, logits_to_keep=L + 1).logits[:, :-1]
-    return (logits.float() / args.temperature).log_softmax(-1)
-
-
-def chosen(log_pi, batch):
-    """log pi(a|h) of the actions, [R, L], 0 on other tokens."""
-    return log_pi.gather(-1, batch.ids[:, -batch.turns.shape[1] :, None]).squeeze(-1) * batch.mask
-
-
-def evaluate_values(model, agent, batch, args):
-    """V of what stands before each of the last L tokens, and, last, of the whole, [R, L + 1]."""
-    hidden = model.get_base_model().base_model(**transcript_inputs(batch, args)).last_hidden_state
-    return agent.value_head(hidden[:, -batch.turns.shape[1] - 1 :].float()).squeeze(-1).float()
-
-
-# --- Advantages and losses --------------------------------------------------------------------------------------------
-
-
-def last_tokens(batch):
-    """[R, L] 1 on the last token of each turn."""
-    return batch.mask * (batch.turns != nn.functional.pad(batch.turns[:, 1:], (0, 1), value=-1))
-
-
-def of_actions(x, batch, args, reduction="sum"):
-    """Numbers of tokens, [R, L], as those of actions, [R, K]: the same, or of a turn what `reduction` says."""
-    if not args.by_turns:
-        return x * batch.mask
-    turns, mask = batch.turns.clamp(min=0), batch.mask
-    if reduction == "first_value":
-        mask = mask * (batch.turns != nn.functional.pad(batch.turns[:, :-1], (1, 0), value=-1))
-    elif reduction == "final_value":
-        mask = last_tokens(batch)
-    sums, counts = (y.new_zeros(len(y), args.num_turns).scatter_add(1, turns, y) for y in (x * mask, mask))
-    return sums / counts.clamp(min=1) if reduction == "mean" else sums
-
-
-def of_tokens(x, batch, args):
-    """Numbers of actions, [R, K], repeated at their tokens, [R, L]."""
-    return (x.gather(1, batch.turns.clamp(min=0)) if args.by_turns else x) * batch.mask
-
-
-def gae(rewards, values, mask, gamma, gae_lambda):
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) of actions, all [B, L]; a mask's row is 1s, then 0s.
-
-    A_t = sum_l (gamma lambda)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t and V = 0 after the last action.
-    Returns (advantages, returns), with returns = A + V the critic's targets; 0 where the mask is 0.
-    """
-    values = values * mask
-    deltas = (rewards + gamma * nn.functional.pad(values[:, 1:], (0, 1)) - values) * mask
-    advantages, following = torch.zeros_like(deltas), torch.zeros_like(deltas[:, 0])
-    for t in reversed(range(deltas.shape[1])):
-        following = advantages[:, t] = deltas[:, t] + gamma * gae_lambda * following
-    return advantages, advantages + values
-
-
-def micro_batch_size(agent, args):
-    """Transcripts in a forward pass; half as many where memory has run out."""
-    return -(-(args.micro_batch_size_per_gpu or args.batch_size) // agent.parts)
-
-
-@torch.no_grad()
-def prepare(model, agent, rollout, args, accelerator, generator):
-    """Give a rollout its log-probabilities, and the rewards and values of its actions; returns metrics.
-
-    Computed in the very batches that `learn` takes, under the same dropout: the first ratio is 1 to the bit.
-    """
-    mask, L = rollout.mask, rollout.turns.shape[1]
-    order = torch.randperm(len(mask), generator=generator, device=generator.device)
-    rollout.steps = [step.split(micro_batch_size(agent, args)) for step in order.split(args.batch_size)]
-    rollout.seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-    rollout.logprobs, rollout.reference_logprobs = torch.zeros_like(mask), torch.zeros_like(mask)
-    values = mask.new_zeros(len(mask), L + 1)
-    for rows in [rows for step in rollout.steps for rows in step]:
-        batch = rollout.select(rows)
-        n, seed = batch.turns.shape[1], rollout.seed + int(rows[0])
-        with accelerator.autocast():
-            with learning(model, agent.actor, seed, args):
-                rollout.logprobs[rows, :n] = chosen(evaluate_actor(model, batch, args), batch)
-            with learning(model, agent.critic, seed, args):
-                values[rows, : n + 1] = evaluate_values(model, agent, batch, args)
-            with reference_of(agent, model):
-                rollout.reference_logprobs[rows, :n] = chosen(evaluate_actor(model, batch, args), batch)
-    ends = rollout.attention[:, -L:].sum(1, keepdim=True)
-    ahead = rollout.truncated * values.gather(1, ends).squeeze(1)
-    rollout.values = of_tokens(of_actions(values[:, :L], rollout, args, args.turn_value_reduction), rollout, args)
-    token_rewards = rollout.turn_rewards.gather(1, rollout.turns.clamp(min=0)) * last_tokens(rollout)
-    token_rewards[range(len(mask)), L - 1 - mask.flip(1).argmax(1)] += args.gamma * ahead
-    rollout.action_rewards = of_actions(token_rewards, rollout, args)
-    log_ratio = rollout.logprobs - rollout.reference_logprobs
-    return {
-        "kl": log_ratio.sum() / mask.sum(),
-        "reference_logprob": rollout.reference_logprobs.sum() / mask.sum(),
-        "response_length": mask.sum() / len(rollout.rewards),
-    }
-
-
-def estimate(rollout, args, accelerator):
-    """Give a rollout its advantages and its critic's targets."""
-    mask = of_actions(rollout.mask, rollout, args).clamp(max=1)
-    values = of_actions(rollout.values, rollout, args, "final_value")
-    rewards, values, chained = rollout.chains(rollout.action_rewards, values, mask=mask)
-    advantages, returns = gae(rewards, values, chained, args.gamma, args.gae_lambda)
-    if args.adv_whitening:
-        advantages = standardise(advantages, chained, accelerator)
-    actions = [torch.zeros_like(mask).masked_scatter(mask > 0, x[chained > 0]) for x in (advantages, returns)]
-    rollout.advantages, rollout.returns = (of_tokens(x, rollout, args) for x in actions)
-
-
-def actor_loss(model, batch, whole, args):
-    """The actor's loss and its parts, of a micro-batch: its share of the means over the `whole` optimiser step."""
-    log_pi = evaluate_actor(model, batch, args)
-    logprobs = chosen(log_pi, batch)
-    with torch.set_grad_enabled(args.ent_coef > 0):
-        entropy = -(log_pi.exp() * log_pi).sum(-1) * batch.mask
-    log_ratio, A = logprobs - batch.logprobs, batch.advantages
-    d = batch.reference_logprobs - logprobs
-    tokens = actions = whole.mask.sum()
-    approx_kl = (log_ratio.exp() - 1 - log_ratio).detach().sum() / tokens
-    k3, entropy = ((d.exp() - d - 1) * batch.mask).sum() / tokens, entropy.sum() / tokens
-    if args.turn_level_clip:  # the ratio of a turn is the product of its tokens'
-        log_ratio, A = of_actions(log_ratio, batch, args), of_actions(A, batch, args, "final_value")
-        actions = last_tokens(whole).sum()
-    rho, eps = log_ratio.exp(), args.clip_coef
-    policy_loss = torch.max(-A * rho, -A * rho.clamp(1 - eps, 1 + eps)).sum() / actions  # A is 0 on padding
-    clip_fraction = ((rho - 1).abs() > eps).float().sum() / actions
-    parts = {"policy_loss": policy_loss, "entropy": entropy, "k3": k3, "approx_kl": approx_kl}
-    return policy_loss + args.beta * k3 - args.ent_coef * entropy, parts | {"clip_fraction": clip_fraction}
-
-
-def critic_loss(model, agent, batch, whole, args):
-    """The value loss of a micro-batch: its share of the mean over the actions of the `whole` optimiser step."""
-    values = evaluate_values(model, agent, batch, args)[:, :-1]
-    values = of_actions(values, batch, args, args.turn_value_reduction)
-    old, returns = (of_actions(x, batch, args, "final_value") for x in (batch.values, batch.returns))
-    near = old + (values - old).clamp(-args.clip_coef, args.clip_coef)
-    error = torch.max((values - returns) ** 2, (near - returns) ** 2)  # 0 on padding
-    return 0.5 * error.sum() / of_actions(whole.mask, whole, args).clamp(max=1).sum()
-
-
-def accumulate(model, agent, rollout, steps, args, accelerator):
-    """Add up the gradient of an optimiser step, micro-batch by micro-batch; returns the parts of its loss."""
-    whole, metrics = rollout.select(torch.cat(steps)), {}
-    for rows in [part for rows in steps for part in rows.split(micro_batch_size(agent, args))]:
-        batch, seed = rollout.select(rows), rollout.seed + int(rows[0])
-        with learning(model, agent.actor, seed, args):
-            with accelerator.autocast():
-                loss, parts = actor_loss(model, batch, whole, args)
-            loss.backward()
-        with learning(model, agent.critic, seed, args):
-            with accelerator.autocast():
-                parts["value_loss"] = critic_loss(model, agent, batch, whole, args)
-            (args.vf_coef * parts["value_loss"]).backward()
-        metrics = {name: metrics.get(name, 0.0) + part.detach() for name, part in parts.items()}
-    return metrics
-
-
-def learn(model, agent, rollout, args, accelerator, generator):
-    """Learn from a rollout; returns metrics, means over the optimiser steps.
-
-    A step whose gradient is not finite changes nothing. Raises UserError after three such running.
-    """
-    history = []
-    for _ in range(args.update_epochs):
-        for k in torch.randperm(len(rollout.steps), generator=generator, device=generator.device).tolist():
-            attempt = partial(accumulate, model, agent, rollout, rollout.steps[k], args, accelerator)
-            metrics = with_less_memory(agent, attempt, "--micro-batch-size-per-gpu")
-            norm = clip_gradients(agent.optimizers[0], args.max_grad_norm, accelerator)
-            if norm.isfinite():
-                agent.optimizers[0].step()
-            else:
-                accelerator.print("a gradient was not finite: its optimiser step is skipped")
-            agent.optimizers[0].zero_grad()
-            agent.skipped = 0 if norm.isfinite() else agent.skipped + 1
-            if agent.skipped >= 3:
-                raise UserError("three gradients running were not finite: lower --lr-actor or --temperature")
-            history.append(metrics | {"grad_norm": norm, "skipped": 1.0 - norm.isfinite().float()})
-    metrics = {name: torch.stack([metrics[name] for metrics in history]).mean() for name in history[0]}
-    last = last_tokens(rollout) if args.by_turns else rollout.mask
-    return metrics | {"explained_variance": explained_variance(rollout.returns, rollout.values, last)}
-
-
-def main(args, task=None, model=None, tokenizer=None):
-    """Train an agent or a team; returns its agents and its Run. Raises UserError for what the user can mend.
-
-    `task` (any object with a task's names), `model` (loaded; it is copied) and `tokenizer` replace what the flags name.
-    """
-    check_ranges(args)
-    accelerator = Accelerator(mixed_precision=args.mixed_precision)
-    device = accelerator.device
-    args = replace(args, task=args.task or (task and getattr(task, "__name__", "task")))
-    sizes = {"train_size": 1536 if args.task else 3200, "max_output_tokens": 72 if args.task else 8}
-    args = replace(args, **{name: size for name, size in sizes.items() if getattr(args, name) is None})
-    check_args(args, accelerator.num_processes)
-    if args.task:
-        task, factory = load_task(task or args.task, args.num_agents, args.num_turns, "--max-turns"), None
-        optimum = task.optimum(args.num_agents, args.num_turns) if hasattr(task, "optimum") else None
-        train_items, held_out = load_datasets(task, args, args.rollout_buffer_size)
-        held_out = [*held_out][: args.eval_loop]
-    else:
-        factory, optimum = load_env(args.env or "guess", args.num_turns)
-        train_items = [{"seed": 1_000_000 * args.seed + k} for k in range(args.train_size)]
-        held_out = [{"seed": 500_000 + 1_000_000 * args.seed + k} for k in range(args.eval_loop)]
-    folder = run_folder(args, "ppo_llm", args.task or args.env or "guess")
-    if args.load_checkpoint:
-        check_checkpoint(args.load_checkpoint, args.num_agents)
+def load_base(args, device, model=None, tokenizer=None):
+    """The base, in eval mode, and its tokenizer: copies of `model` and `tokenizer`, or what --model names."""
     if model is None:
-        check_model(args.model, "--model", args.trust_remote_code)
-    updates = args.num_train_epochs * len(train_items) // args.rollout_buffer_size
+        with loading("--model", args.model) as path:
+            model = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=getattr(torch, args.dtype),
+                attn_implementation=args.attn_implementation,
+                trust_remote_code=args.trust_remote_code,
+                use_safetensors=True,  # no pickles
+            )
+    else:
+        model = copy.deepcopy(model)
+    if tokenizer is None:
+        with loading("--model", args.model) as path:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    else:
+        tokenizer = copy.deepcopy(tokenizer)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.to(device).eval(), tokenizer
 
-    set_seed(args.seed)
-    base = load_model(args, args.model, model).to(device)
-    tokenizer = tokenizer or load_tokenizer(args, args.model)
-    room = getattr(base.config.get_text_config(), "max_position_embeddings", None) or tokenizer.model_max_length
-    check_args(args := replace(args, max_model_len=min(args.max_model_len or room, room)), accelerator.num_processes)
-    config = stage_config(args.load_checkpoint, lora_config(args, base), args)
-    roles = ["actor", "critic", "reference"][: 3 if args.use_separate_reference_adapter else 2]
-    model = add_adapters(base, config, [f"agent_{i}_{role}" for i in range(args.num_agents) for role in roles])
-    agents = [LoraAgent(i, model, args, updates) for i in range(args.num_agents)]
-    heads, optimizers = [agent.value_head for agent in agents], [agent.optimizers[0] for agent in agents]
+
+def build_agents(base, tokenizer, updates, args):
+    """N agents on one base, from --load-checkpoint where it is given. Raises UserError."""
+    roles = ["actor", "critic"]
+    if args.use_separate_reference_adapter:
+        roles.append("reference")
+    names = [f"agent_{i}_{role}" for i in range(args.num_agents) for role in roles]
+    config = adapters.build_config(base, args.num_agents, args)
+    model = adapters.add_adapters(base, config, names)
+    agents = [Agent(i, model, tokenizer, updates, args) for i in range(args.num_agents)]
     if args.load_checkpoint:
-        load_adapters(args.load_checkpoint, model, heads, args, args.model, optimizers)
+        adapters.load_stage(agents, args)
     if args.gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if args.torch_compiler:
         base.base_model.compile(mode=args.torch_compiler, dynamic=True)
+    return agents
+
+
+# --- Rollouts: every agent plays, the environment or the task scores --------------------------------------------------
+
+
+@dataclass
+class Transcript:
+    """An agent's side of a game, or of one turn of a task: token ids, and what was sampled of them."""
+
+    prompts: list  # a string for each turn: the prompt, then the observations
+    prompt_ids: list  # of the first
+    turn: int = 0  # the turn to be played
+    responses: list = field(default_factory=list)  # a string for each turn
+    response_ids: list = field(default_factory=list)  # of the responses, and of the observations between them
+    turn_of_token: list = field(default_factory=list)  # the turn in which each of response_ids was sampled, or -1
+    logprobs: list = field(default_factory=list)  # log pi of each of response_ids, 0: observed
+    truncated: bool = False  # cut short: its end is worth V, in place of 0
+
+    @property
+    def ids(self):
+        return self.prompt_ids + self.response_ids
+
+    def add_response(self, ids, logprobs, text):
+        self.response_ids += ids
+        self.turn_of_token += [self.turn] * len(ids)
+        self.logprobs += logprobs
+        self.responses.append(text)
+        self.turn += 1
+
+    def add_observation(self, ids):
+        self.response_ids += ids
+        self.turn_of_token += [-1] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+
+
+@dataclass
+class Rollout:
+    """What one agent did in B episodes of up to T turns, in R transcripts each; what was not played is 0."""
+
+    prompt_ids: torch.Tensor  # [B, R, P]
+    prompt_mask: torch.Tensor  # [B, R, P] 1 on tokens
+    response_ids: torch.Tensor  # [B, R, L] responses, and the observations between them
+    response_mask: torch.Tensor  # [B, R, L] 1 on tokens
+    turn_of_token: torch.Tensor  # [B, R, L] the turn in which a token was sampled, -1 where none was
+    logprobs: torch.Tensor  # [B, R, L] log pi_old(a|h)
+    reference_logprobs: torch.Tensor  # [B, R, L] log pi_ref(a|h)
+    rewards: torch.Tensor  # [B, T] as the environment or reward_func gave them
+    processed_rewards: torch.Tensor  # [B, T] as reward_processor left them, which is what is learned from
+    truncated: torch.Tensor  # [B] 1 where an episode was cut short: its end is worth V, in place of 0
+    prompts: list  # B lists of a string for each turn played
+    responses: list  # B lists of a string for each turn played
+    items: list  # B items or seeds
+
+    @property
+    def mask(self):
+        """[B, R, L] 1 on sampled tokens: observations and padding are holes."""
+        return (self.turn_of_token >= 0).float()
+
+    @property
+    def has_tokens(self):
+        """[B, R] whether a transcript has sampled tokens; a forward pass reads only these."""
+        return self.mask.any(-1)
+
+    @property
+    def played(self):
+        """[B, T] whether a turn was played."""
+        lengths = torch.tensor([len(texts) for texts in self.responses], device=self.rewards.device)
+        return torch.arange(self.rewards.shape[1], device=lengths.device) < lengths[:, None]
+
+    def select(self, rows):
+        """The episodes of these rows, trimmed to their longest prompt and their longest response."""
+        P = int(self.prompt_mask[rows].sum(-1).max())
+        L = int(self.response_mask[rows].sum(-1).max())
+        return Rollout(
+            prompt_ids=self.prompt_ids[rows, :, -P:],
+            prompt_mask=self.prompt_mask[rows, :, -P:],
+            response_ids=self.response_ids[rows, :, :L],
+            response_mask=self.response_mask[rows, :, :L],
+            turn_of_token=self.turn_of_token[rows, :, :L],
+            logprobs=self.logprobs[rows, :, :L],
+            reference_logprobs=self.reference_logprobs[rows, :, :L],
+            rewards=self.rewards[rows],
+            processed_rewards=self.processed_rewards[rows],
+            truncated=self.truncated[rows],
+            prompts=[self.prompts[row] for row in rows.tolist()],
+            responses=[self.responses[row] for row in rows.tolist()],
+            items=[self.items[row] for row in rows.tolist()],
+        )
+
+
+def collate(episodes, rewards, processed_rewards, items, agent, args):
+    """B lists of up to R transcripts, with B lists of rewards for each turn played, as a rollout."""
+    transcripts = [transcript for episode in episodes for transcript in episode]
+    B = len(episodes)
+    R = args.max_turns if args.task else 1
+    T = args.max_turns
+    P = max(len(transcript.prompt_ids) for transcript in transcripts)
+    L = max(len(transcript.response_ids) for transcript in transcripts)
+    pad_id = agent.tokenizer.pad_token_id
+    device = agent.model.device
+    rollout = Rollout(
+        prompt_ids=torch.full((B, R, P), pad_id, device=device),
+        prompt_mask=torch.zeros(B, R, P, dtype=torch.long, device=device),
+        response_ids=torch.full((B, R, L), pad_id, device=device),
+        response_mask=torch.zeros(B, R, L, dtype=torch.long, device=device),
+        turn_of_token=torch.full((B, R, L), -1, device=device),
+        logprobs=torch.zeros(B, R, L, device=device),
+        reference_logprobs=torch.zeros(B, R, L, device=device),
+        rewards=torch.zeros(B, T, device=device),
+        processed_rewards=torch.zeros(B, T, device=device),
+        truncated=torch.zeros(B, device=device),
+        prompts=[[] for _ in episodes],
+        responses=[[] for _ in episodes],
+        items=items,
+    )
+    for b, episode in enumerate(episodes):
+        num_turns = len(rewards[b])
+        rollout.rewards[b, :num_turns] = torch.tensor(rewards[b])
+        rollout.processed_rewards[b, :num_turns] = torch.tensor(processed_rewards[b])
+        for r, transcript in enumerate(episode):
+            write_row(rollout, b, r, transcript)
+    return rollout
+
+
+def write_row(rollout, b, r, transcript):
+    """Write a transcript into row r of episode b of a rollout."""
+    start = rollout.prompt_ids.shape[-1] - len(transcript.prompt_ids)
+    end = len(transcript.response_ids)
+    rollout.prompt_ids[b, r, start:] = torch.tensor(transcript.prompt_ids)
+    rollout.prompt_mask[b, r, start:] = 1
+    rollout.response_ids[b, r, :end] = torch.tensor(transcript.response_ids)
+    rollout.response_mask[b, r, :end] = 1
+    rollout.turn_of_token[b, r, :end] = torch.tensor(transcript.turn_of_token)
+    rollout.logprobs[b, r, :end] = torch.tensor(transcript.logprobs)
+    rollout.truncated[b] = float(transcript.truncated)
+    rollout.prompts[b] += transcript.prompts
+    rollout.responses[b] += transcript.responses
+
+
+def encode_prompt(prompt, tokenizer, args):
+    """Token ids of a prompt, a string. Raises UserError where no room is left for a response."""
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    if not ids:
+        raise UserError(f"a prompt has no tokens: {prompt!r}")
+    if len(ids) + args.max_output_tokens > args.max_model_len:
+        sizes = f"--max-output-tokens {args.max_output_tokens} after a prompt of {len(ids)}"
+        raise UserError(f"{sizes} exceeds --max-model-len {args.max_model_len}")
+    return ids
+
+
+def count_positions(attention_mask):
+    """Position ids that begin with 0 at a row's first token, left of which is padding."""
+    return (attention_mask.cumsum(1) - 1).clamp(min=0)
+
+
+def autocast(model, args):
+    """Within it forward passes run in --mixed-precision."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16")
+
+
+def choose(ids, logits, args, generator):
+    """Next tokens [B] after ids [B, t], from logits [B, V] that are divided by the temperature.
+
+    With no generator, the likeliest.
+    """
+    if generator is None:
+        return logits.argmax(-1)
+    if args.top_k:
+        logits = transformers.TopKLogitsWarper(args.top_k)(ids, logits)
+    if args.top_p < 1:
+        logits = transformers.TopPLogitsWarper(args.top_p)(ids, logits)
+    if args.min_p:
+        logits = transformers.MinPLogitsWarper(args.min_p)(ids, logits)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+
+
+def sample_tokens(agent, prompts, args, generator):
+    """Let an agent continue prompts, lists of ids, token by token: new ids, -1 after an end, and log pi, each [B, L].
+
+    Rows that have ended are dropped from the batch and from the cache: only rows that still run are computed.
+    """
+    device = agent.model.device
+    end_ids = torch.tensor(end_tokens(agent.model, agent.tokenizer), device=device)
+    penalise = transformers.RepetitionPenaltyLogitsProcessor(args.repetition_penalty)
+    P = max(len(prompt) for prompt in prompts)
+    padding = [P - len(prompt) for prompt in prompts]  # with the row's first token: --repetition-penalty meets no other
+    ids = torch.tensor([[prompt[0]] * n + prompt for prompt, n in zip(prompts, padding)], device=device)
+    attention_mask = (torch.arange(P, device=device) >= torch.tensor(padding, device=device)[:, None]).long()
+    response_ids = torch.full((len(prompts), args.max_output_tokens), -1, device=device)
+    logprobs = torch.zeros(response_ids.shape, device=device)
+    rows = torch.arange(len(prompts), device=device)
+    input_ids = ids
+    cache = None
+    for t in range(args.max_output_tokens):
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
+        if args.calc_position_embeddings:
+            inputs["position_ids"] = count_positions(attention_mask)[:, -input_ids.shape[1] :]
+        out = adapters.forward(agent.model, agent.actor, **inputs, use_cache=True, logits_to_keep=1)
+        logits = penalise(ids, out.logits[:, -1].float()) / args.temperature
+        if t < args.min_output_tokens:
+            logits[:, end_ids] = -torch.inf
+        tokens = choose(ids, logits, args, generator)
+        response_ids[rows, t] = tokens
+        logprobs[rows, t] = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+
+        running = ~torch.isin(tokens, end_ids)
+        if not running.any():
+            break
+        cache = out.past_key_values
+        if not running.all():
+            cache.batch_select_indices(running.nonzero().squeeze(1))
+        rows = rows[running]
+        input_ids = tokens[running, None]
+        ids = torch.cat([ids[running], input_ids], 1)
+        attention_mask = pad(attention_mask[running], (0, 1), value=1)
+    return response_ids, logprobs
+
+
+@torch.no_grad()
+def sample(agent, prompts, args, generator):
+    """Let an agent continue B prompts, lists of ids: B lists of new ids, of their log pi, and B texts."""
+    response_ids = []
+    logprobs = []
+    chunk_size = args.hf_generate_chunk_size or len(prompts)
+    with autocast(agent.model, args):
+        for start in range(0, len(prompts), chunk_size):
+            chunk = sample_tokens(agent, prompts[start : start + chunk_size], args, generator)
+            for row_ids, row_logprobs in zip(*chunk):
+                sampled = row_ids >= 0
+                response_ids.append(row_ids[sampled].tolist())
+                logprobs.append(row_logprobs[sampled].tolist())
+    texts = agent.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    return response_ids, logprobs, texts
+
+
+def play(agents, task, items, args, generator, phase):
+    """Play an episode of each of B items, turn by turn: every agent answers, the team is scored. N rollouts.
+
+    `task` is a task, or a function that makes an environment; `phase` is called with the name of what takes the time.
+    With no generator the likeliest tokens are taken. Raises TaskError where task or environment fail.
+    """
+    if args.task:
+        return play_task(agents, task, items, args, generator, phase)
+    return [play_environment(agents[0], task, items, args, generator, phase)]
+
+
+def play_environment(agent, make_environment, items, args, generator, phase):
+    """Play a game of each of B items, {"seed": k}. Games that an error ended are reported and left out."""
+    games = Games(make_environment, [item["seed"] for item in items], args.max_turns, args.reward_timeout)
+    transcripts = {}
+    while games.running:
+        running = list(games.running)
+        phase("sample")
+        for k in running:
+            if k in transcripts:
+                transcripts[k].prompts.append(games.observations[k])
+            else:
+                prompt = render([{"role": "user", "content": games.observations[k]}], agent.tokenizer)
+                transcripts[k] = Transcript([prompt], encode_prompt(prompt, agent.tokenizer, args))
+        response_ids, logprobs, texts = sample(agent, [transcripts[k].ids for k in running], args, generator)
+        phase("reward")
+        games.step(texts)
+        for row, k in enumerate(running):
+            transcripts[k].add_response(response_ids[row], logprobs[row], texts[row])
+            observe(games, k, transcripts[k], agent.tokenizer, args)
+
+    for k, error in games.dropped.items():
+        distributed.say(f"the episode of seed {items[k]['seed']} is dropped: {error}")
+    kept = [k for k in transcripts if k not in games.dropped]
+    episodes = [[transcripts[k]] for k in kept]
+    rewards = [games.rewards[k] for k in kept]
+    return collate(episodes, rewards, rewards, [items[k] for k in kept], agent, args)
+
+
+def observe(games, k, transcript, tokenizer, args):
+    """Write down what game k says next; where no room is left for another response, stop it as truncated."""
+    if k in games.dropped or games.ended[k] in ("terminated", "horizon"):
+        return
+    observation_ids = reply(games.observations[k], transcript.response_ids[-1], tokenizer)
+    room = args.max_model_len - len(transcript.ids) - len(observation_ids)
+    if room >= 0:
+        transcript.add_observation(observation_ids)
+    if games.ended[k] is None and room < args.max_output_tokens:
+        games.stop(k)
+    transcript.truncated = games.ended[k] == "truncated"
+
+
+def play_task(agents, task, items, args, generator, phase):
+    """Play an episode of each of B items of a task, where each turn is a transcript of its own."""
+    episodes = tasks.Episodes(
+        task, items, args.num_agents, args.max_turns, args.early_termination_threshold, args.reward_timeout
+    )
+    transcripts = [[[] for _ in items] for _ in agents]
+    rewards = [[[] for _ in items] for _ in agents]
+    processed_rewards = [[[] for _ in items] for _ in agents]
+    while episodes.running:
+        running = list(episodes.running)
+        prompts = []
+        responses = []
+        phase("sample")
+        for i, agent in enumerate(agents):
+            prompts.append(episodes.prompts(i, agent.tokenizer))
+            prompt_ids = [encode_prompt(prompt, agent.tokenizer, args) for prompt in prompts[i]]
+            response_ids, logprobs, texts = sample(agent, prompt_ids, args, generator)
+            responses.append(texts)
+            for row, k in enumerate(running):
+                transcript = Transcript([prompts[i][row]], prompt_ids[row], turn=len(transcripts[i][k]))
+                transcript.add_response(response_ids[row], logprobs[row], texts[row])
+                transcripts[i][k].append(transcript)
+        phase("reward")
+        turn_rewards, turn_processed_rewards = episodes.score(responses, prompts)
+        for i in range(len(agents)):
+            for row, k in enumerate(running):
+                rewards[i][k].append(turn_rewards[i][row])
+                processed_rewards[i][k].append(turn_processed_rewards[i][row])
+    rollouts = []
+    for i, agent in enumerate(agents):
+        rollouts.append(collate(transcripts[i], rewards[i], processed_rewards[i], items, agent, args))
+    return rollouts
+
+
+# --- Learning: log-probabilities, values, rewards, advantages, the losses ---------------------------------------------
+
+
+def model_inputs(rollout, args):
+    """What a model reads: the rows that were played, all of their tokens."""
+    played = rollout.has_tokens
+    attention_mask = torch.cat([rollout.prompt_mask[played], rollout.response_mask[played]], 1)
+    inputs = {
+        "input_ids": torch.cat([rollout.prompt_ids[played], rollout.response_ids[played]], 1),
+        "attention_mask": attention_mask,
+        "use_cache": False,
+    }
+    if args.calc_position_embeddings:
+        inputs["position_ids"] = count_positions(attention_mask)
+    return inputs
+
+
+def scatter(x, played):
+    """[*, L] of the rows that were played as [B, R, L], 0 elsewhere."""
+    scattered = x.new_zeros(*played.shape, x.shape[-1])
+    scattered[played] = x
+    return scattered
+
+
+def forward_adapter(agent, adapter, rollout, args):
+    """log pi(.|h), [*, L, vocabulary], before each of a transcript's L tokens, of an adapter (None: of the base)."""
+    L = rollout.response_ids.shape[-1]
+    with autocast(agent.model, args):
+        out = adapters.forward(agent.model, adapter, **model_inputs(rollout, args), logits_to_keep=L + 1)
+    return (out.logits[:, :-1].float() / args.temperature).log_softmax(-1)
+
+
+def take_logprobs(log_pi, rollout):
+    """log pi(a|h) [B, R, L] of the tokens that are there, sampled or observed."""
+    has_tokens = rollout.has_tokens
+    tokens = rollout.response_ids[has_tokens][..., None]
+    return scatter(log_pi.gather(-1, tokens).squeeze(-1), has_tokens)
+
+
+def take_entropy(log_pi, rollout):
+    """The entropy of pi(.|h) in nats, [B, R, L], over the whole vocabulary."""
+    return scatter(-(log_pi.exp() * log_pi).sum(-1), rollout.has_tokens)
+
+
+def critic_values(agent, rollout, args):
+    """V before each of a transcript's L tokens, then V after the last: [B, R, L + 1]."""
+    L = rollout.response_ids.shape[-1]
+    with autocast(agent.model, args):
+        hidden_states = adapters.hidden_states(agent.model, agent.critic, **model_inputs(rollout, args))
+    values = agent.value_head(hidden_states[:, -L - 1 :].float()).squeeze(-1)
+    return scatter(values, rollout.has_tokens)
+
+
+@torch.no_grad()
+def compute_logprobs(agent, adapter, rollout, args):
+    """log pi(a|h) [B, R, L] of an adapter (None: the base), a part of the rollout at a time."""
+    logprobs = torch.zeros_like(rollout.logprobs)
+    for rows in torch.arange(len(logprobs), device=logprobs.device).split(args.micro_batch_size_per_gpu):
+        part = rollout.select(rows)
+        L = part.response_ids.shape[-1]
+        logprobs[rows, :, :L] = take_logprobs(forward_adapter(agent, adapter, part, args), part)
+    return logprobs
+
+
+@torch.no_grad()
+def compute_values(agent, rollout, args):
+    """V before each of a transcript's L tokens, then V after the last: [B, R, L + 1]."""
+    values = pad(torch.zeros_like(rollout.logprobs), (0, 1))
+    for rows in torch.arange(len(values), device=values.device).split(args.micro_batch_size_per_gpu):
+        part = rollout.select(rows)
+        L = part.response_ids.shape[-1]
+        values[rows, :, : L + 1] = critic_values(agent, part, args)
+    return values
+
+
+def samples_exactly(args):
+    """Whether the log-probabilities of the sampler are those of learning, to 1e-5: full precision, nothing left out."""
+    full_precision = args.dtype == "float32" and args.mixed_precision == "no"
+    full_support = args.top_p == 1 and args.top_k == 0 and args.min_p == 0 and args.min_output_tokens == 0
+    return full_precision and full_support and args.repetition_penalty == 1 and args.calc_position_embeddings
+
+
+def standardise(x, mask, eps=1e-8):
+    """(x - mean) / max(deviation, eps) over the mask's ones, 0 elsewhere."""
+    count = distributed.total(mask.sum())
+    mean = distributed.total((x * mask).sum()) / count
+    deviation = (distributed.total(((x - mean) ** 2 * mask).sum()) / count).sqrt()
+    return (x - mean) / deviation.clamp(min=eps) * mask
+
+
+def first_tokens(rollout):
+    """[B, R, L] 1 on the first token of each turn."""
+    previous = pad(rollout.turn_of_token[..., :-1], (1, 0), value=-1)
+    return rollout.mask * (rollout.turn_of_token != previous)
+
+
+def last_tokens(rollout):
+    """[B, R, L] 1 on the last token of each turn."""
+    following = pad(rollout.turn_of_token[..., 1:], (0, 1), value=-1)
+    return rollout.mask * (rollout.turn_of_token != following)
+
+
+def to_turns(x, rollout, reduction="sum"):
+    """Numbers of tokens, [B, R, L], as one for each turn, [B, T, 1]: their sum, or what `reduction` says."""
+    mask = rollout.mask
+    if reduction == "first_value":
+        mask = first_tokens(rollout)
+    if reduction == "final_value":
+        mask = last_tokens(rollout)
+    turns = rollout.turn_of_token.clamp(min=0).flatten(1)
+    blank = torch.zeros_like(rollout.rewards)
+    sums = blank.scatter_add(1, turns, (x * mask).flatten(1))
+    if reduction == "mean":
+        sums = sums / blank.scatter_add(1, turns, mask.flatten(1)).clamp(min=1)
+    return sums[..., None]
+
+
+def to_tokens(x, rollout):
+    """Numbers of turns, [B, T, 1], repeated at the turns' tokens, [B, R, L]."""
+    turns = rollout.turn_of_token.clamp(min=0).flatten(1)
+    return x.squeeze(-1).gather(1, turns).view_as(rollout.turn_of_token) * rollout.mask
+
+
+def bootstrap_rewards(rollout, values, args):
+    """The rewards of turns, [B, T]; the last turn of a truncated episode gets gamma times the V of its end too."""
+    end = rollout.response_mask.sum(-1, keepdim=True)
+    end_value = values.gather(-1, end)[:, -1, 0]  # only games are truncated, and they have one transcript
+    future = args.gamma * rollout.truncated * end_value
+    last_turn = rollout.played.sum(1, keepdim=True) - 1
+    return rollout.processed_rewards.scatter_add(1, last_turn, future[:, None])
+
+
+def action_values(values, rollout, args):
+    """V of actions, [B, R, L] of tokens or [B, T, 1] of turns, from V [B, R, L + 1]."""
+    values = values[..., :-1]
+    if args.action_granularity == "turn":
+        return to_turns(values, rollout, args.turn_value_reduction)
+    return values * rollout.mask
+
+
+def prepare_actions(rollout, values, args):
+    """Rewards, values and mask of actions, [B, R, L] each of tokens or [B, T, 1] of turns, from V [B, R, L + 1].
+
+    A turn's reward lies on its last token.
+    """
+    rewards = bootstrap_rewards(rollout, values, args)[..., None]
+    values = action_values(values, rollout, args)
+    if args.action_granularity == "turn":
+        return rewards, values, rollout.played.float()[..., None]
+    return to_tokens(rewards, rollout) * last_tokens(rollout), values, rollout.mask
+
+
+def gae(rewards, values, mask, gamma, gae_lambda):
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) along chains of actions.
+
+    A_t = sum_l (gamma lambda)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t and V = 0 after the last action.
+    All are [B, C], or [B, T, K], where an episode's turns follow one another; positions with mask 0 are skipped.
+    Returns (advantages, returns), with returns = A + V the critic's targets; 0 where the mask is 0.
+    """
+    shape = rewards.shape
+    rewards = rewards.flatten(1)
+    values = values.flatten(1)
+    mask = mask.flatten(1)
+    advantages = torch.zeros_like(values)
+    next_value = torch.zeros_like(values[:, 0])
+    next_advantage = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = delta + gamma * gae_lambda * next_advantage
+        next_value = torch.where(mask[:, t] > 0, values[:, t], next_value)
+        next_advantage = torch.where(mask[:, t] > 0, advantages[:, t], next_advantage)
+    returns = advantages + values
+    return (advantages * mask).view(shape), (returns * mask).view(shape)
+
+
+@dataclass
+class Batch:
+    """Episodes of a rollout, and what their actions are to learn: [B, R, L] of tokens, or [B, T, 1] of turns."""
+
+    rollout: Rollout
+    old_values: torch.Tensor
+    advantages: torch.Tensor  # 0 on all that is no action
+    returns: torch.Tensor  # the critic's targets
+    action_mask: torch.Tensor  # 1 on actions
+    part_size: int  # episodes in a forward pass
+    num_tokens: torch.Tensor | None = None  # sampled tokens of the whole mini-batch
+    num_actions: torch.Tensor | None = None  # actions of the whole mini-batch
+
+    def select(self, rows):
+        """The episodes of these rows, trimmed as Rollout.select does: turns have nothing to trim."""
+        rollout = self.rollout.select(rows)
+        L = rollout.response_ids.shape[-1]
+        return replace(
+            self,
+            rollout=rollout,
+            old_values=self.old_values[rows, :, :L],
+            advantages=self.advantages[rows, :, :L],
+            returns=self.returns[rows, :, :L],
+            action_mask=self.action_mask[rows, :, :L],
+        )
+
+    def split(self, num_parts):
+        """Parts whose losses add up to the batch's own: micro-batches, `num_parts` times as many as planned."""
+        part_size = math.ceil(self.part_size / num_parts)
+        for rows in torch.arange(len(self.action_mask), device=self.action_mask.device).split(part_size):
+            yield self.select(rows)
+
+
+def minibatches(batch, args, generator):
+    """The mini-batches of a rollout's batch, in a new random order; an episode's turns stay together."""
+    order = torch.randperm(len(batch.action_mask), generator=generator, device=generator.device)
+    for rows in order.split(args.batch_size):
+        minibatch = batch.select(rows)
+        minibatch.num_tokens = minibatch.rollout.mask.sum()
+        minibatch.num_actions = minibatch.action_mask.sum()
+        yield minibatch
+
+
+def ppo_loss(agent, minibatch, args):
+    """The actor's loss of a mini-batch and its metrics: means over the mini-batch's tokens."""
+    rollout = minibatch.rollout
+    log_pi = forward_adapter(agent, agent.actor, rollout, args)
+    logprobs = take_logprobs(log_pi, rollout)
+    if args.ent_coef == 0:
+        log_pi = log_pi.detach()  # the entropy is a metric only
+    entropy = (take_entropy(log_pi, rollout) * rollout.mask).sum() / minibatch.num_tokens
+    log_ratio = (logprobs - rollout.logprobs) * rollout.mask
+    approx_kl = (log_ratio.exp() - 1 - log_ratio).detach().sum() / minibatch.num_tokens
+    k3 = torch.zeros_like(entropy)
+    if args.beta > 0:
+        d = (rollout.reference_logprobs - logprobs) * rollout.mask
+        k3 = (d.exp() - d - 1).sum() / minibatch.num_tokens
+
+    advantages = minibatch.advantages
+    num_ratios = minibatch.num_tokens
+    if args.turn_level_clip:  # the ratio of a turn is the product of its tokens'
+        log_ratio = to_turns(log_ratio, rollout)
+        num_ratios = minibatch.num_actions
+    elif args.action_granularity == "turn":
+        advantages = to_tokens(advantages, rollout)
+
+    rho = log_ratio.exp()
+    clipped_rho = rho.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = torch.max(-advantages * rho, -advantages * clipped_rho).sum() / num_ratios
+    clip_fraction = (rho != clipped_rho).float().sum() / num_ratios
+
+    loss = policy_loss + args.beta * k3 - args.ent_coef * entropy
+    metrics = {
+        "policy_loss": policy_loss,
+        "entropy": entropy,
+        "k3": k3,
+        "approx_kl": approx_kl,
+        "clip_fraction": clip_fraction,
+    }
+    return loss, metrics
+
+
+def value_loss(agent, minibatch, args):
+    """The critic's loss of a mini-batch and its metric: the mean over the mini-batch's actions."""
+    rollout = minibatch.rollout
+    values = action_values(critic_values(agent, rollout, args), rollout, args)
+    change = (values - minibatch.old_values).clamp(-args.clip_coef, args.clip_coef)
+    error = (values - minibatch.returns) ** 2
+    clipped_error = (minibatch.old_values + change - minibatch.returns) ** 2
+    loss = 0.5 * (torch.max(error, clipped_error) * minibatch.action_mask).sum() / minibatch.num_actions
+    return args.vf_coef * loss, {"value_loss": loss}
+
+
+def optimizer_step(agent, args):
+    """Descend the gradient, clipped, once; returns metrics. One that is not finite changes nothing."""
+    optimizer = agent.optimizers[0]
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+    finite = agent.faults.finite([norm])
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad()
+    return {"grad_norm": norm, "skipped": torch.tensor(0.0 if finite else 1.0)}
+
+
+def describe_drift(rollout, args):
+    """How far an agent is from its reference: metrics, means over tokens in nats; none without a penalty."""
+    if args.beta == 0:
+        return {}
+    num_tokens = rollout.mask.sum()
+    return {
+        "kl": ((rollout.logprobs - rollout.reference_logprobs) * rollout.mask).sum() / num_tokens,
+        "reference_logprob": (rollout.reference_logprobs * rollout.mask).sum() / num_tokens,
+    }
+
+
+def describe_update(batch, history):
+    """What an agent's update was like: metrics of the rollout, and means over its optimiser steps."""
+    rollout = batch.rollout
+    metrics = {"response_length": rollout.mask.sum() / rollout.played.sum()}
+    metrics |= average(history)
+    metrics["explained_variance"] = explained_variance(batch.returns, batch.old_values, batch.action_mask)
+    return metrics
+
+
+def describe_episodes(task, items, rollouts, args):
+    """Metrics of the task's own, or how many games were truncated and how many dropped."""
+    if args.task:
+        return tasks.extra_metrics(task, rollouts)
+    return {"truncated": rollouts[0].truncated.sum(), "dropped": float(len(items) - len(rollouts[0].items))}
+
+
+def update_reference(agent, step, num_items, args):
+    """Copy the actor to the reference after every --reference-update-interval passes over the training set."""
+    epochs = step * args.rollout_buffer_size // num_items
+    epochs_before = (step - 1) * args.rollout_buffer_size // num_items
+    interval = args.reference_update_interval
+    if interval and epochs // interval > epochs_before // interval:
+        adapters.copy_adapter(agent.model, agent.actor, agent.reference)
+
+
+# --- main: sample, score, learn, log ----------------------------------------------------------------------------------
+
+
+def load_data(args, task):
+    """A task, or a function that makes an environment; its optimum (or None); items to train on and to hold out."""
+    if args.task:
+        return load_task_data(args, task)
+    make_environment, optimum = load_env(args.env or sys.modules[__name__], args.max_turns)
+    first = 1_000_000 * args.seed
+    train_items = [{"seed": first + k} for k in range(args.train_size)]
+    held_out_items = [{"seed": first + 500_000 + k} for k in range(args.eval_loop or 256)]
+    return make_environment, optimum, train_items, held_out_items
+
+
+def load_task_data(args, task):
+    """A task, its optimum (or None), and items to train on and to hold out."""
+    task = tasks.load_task(task or args.task, args.num_agents, args.max_turns)
+    optimum = task.optimum(args.num_agents, args.max_turns) if hasattr(task, "optimum") else None
+    train_items, held_out_items = tasks.load_items(task, args, args.seed, args.rollout_buffer_size)
+    size = args.eval_loop or len(held_out_items)
+    if args.evaluation_interval and size > len(held_out_items):
+        distributed.say(f"--eval-loop {size}: the task has {len(held_out_items)} held-out items, and those are taken")
+    return task, optimum, train_items, [*held_out_items][:size]
+
+
+def evaluate(agents, task, items, args):
+    """The mean score of the likeliest answers to held-out items."""
+    rollouts = play(agents, task, items, args, generator=None, phase=lambda name: None)
+    return team_metrics(rollouts)["reward_mean"]
+
+
+def build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum):
+    """The run's folder, with what it is to keep and to restore."""
+    return Run(
+        folder,
+        args,
+        script=__file__,
+        agents=agents,
+        save=adapters.save_agents,
+        load=adapters.load_agents,
+        generator=generator,
+        updates=updates,
+        samples_per_update=args.rollout_buffer_size,
+        updates_per_epoch=updates_per_epoch,
+        held_out_metric="fitness",
+        optimum=optimum,
+    )
+
+
+def main(args=None, task=None, model=None, tokenizer=None):
+    """Train an agent or a team; returns its agents and its Run. Raises UserError for what the user can fix.
+
+    `task` (any object with a task's names), `model` (loaded; it is copied) and `tokenizer` replace what the flags name.
+    """
+    device = distributed.start()
+    args = resolve_args(args or Args(), task, model)
+    task, optimum, train_items, held_out_items = load_data(args, task)
+    folder = run_folder(
+        args, __file__, args.task or args.env, may_change=("gradient_checkpointing", "micro_batch_size_per_gpu")
+    )
+    updates = args.num_train_epochs * len(train_items) // args.rollout_buffer_size
+    updates_per_epoch = len(train_items) / args.rollout_buffer_size
+
+    set_seed(args.seed)
+    base, tokenizer = load_base(args, device, model, tokenizer)
+    agents = build_agents(base, tokenizer, updates, args)
     generator = torch.Generator(device).manual_seed(args.seed)
-
-    def play_all(items, generator, time, greedy=False):
-        with accelerator.autocast():
-            if factory:
-                return play_env(model, agents[0], factory, items, args, tokenizer, generator, time, greedy)
-            return play_task(model, agents, task, items, args, tokenizer, generator, time, greedy), items, {}
-
-    def save(path, checkpoint):
-        save_adapters(path, model, heads, tokenizer, args.model, optimizers)
-
-    def load(path):
-        resume_adapters(path, model, heads, optimizers, args.model)
-
-    with Run(folder, args, updates, agents, save, load, generator, accelerator, optimum, "fitness") as run:
-        data = batches(train_items, args.rollout_buffer_size, args.num_train_epochs, args.seed, run.step)
-        for step, items in enumerate(run.progress(data), run.step + 1):
-            # 1. Every agent plays.
-            teams, items, errors = play_all(items, generator, run.time)
-            rollouts = [collate(team, tokenizer.pad_token_id, args.num_turns, device) for team in teams]
+    with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
+        data = tasks.batches(train_items, args.rollout_buffer_size, args.num_train_epochs, args.seed, run.step)
+        for step, items in run.updates(data):
+            # 1. Every agent plays, and the environment or the task scores.
+            rollouts = play(agents, task, items, args, generator, run.phase)
 
             # 2. Each agent learns alone.
-            metrics = []
-            for agent, rollout in zip(agents, rollouts):
-                with run.time("evaluate"):
-                    metrics.append(prepare(model, agent, rollout, args, accelerator, generator))
-                    estimate(rollout, args, accelerator)
-                with run.time("update"):
-                    metrics[-1] |= learn(model, agent, rollout, args, accelerator, generator)
+            drifts = []
+            agent_metrics = {}
+            for i, (agent, rollout) in enumerate(zip(agents, rollouts)):
+                run.phase("evaluate")
+                if not samples_exactly(args):
+                    rollout.logprobs = compute_logprobs(agent, agent.actor, rollout, args)
+                if args.beta > 0:
+                    rollout.reference_logprobs = compute_logprobs(agent, agent.reference, rollout, args)
+                values = compute_values(agent, rollout, args)
+                rewards, values, action_mask = prepare_actions(rollout, values, args)
+                advantages, returns = gae(rewards, values, action_mask, args.gamma, args.gae_lambda)
+                if args.adv_whitening:
+                    advantages = standardise(advantages, action_mask)
+
+                run.phase("update")
+                batch = Batch(rollout, values, advantages, returns, action_mask, args.micro_batch_size_per_gpu)
+                history = []
+                adapters.set_training(agent.model, True)
+                for _ in range(args.update_epochs):
+                    for minibatch in minibatches(batch, args, generator):
+                        metrics = agent.faults.backward(agent, minibatch, args, ppo_loss, value_loss)  # .backward()
+                        history.append(metrics | optimizer_step(agent, args))
+                adapters.set_training(agent.model, False)
                 agent.schedules[0].step()
-                epoch, before = (n * args.rollout_buffer_size // len(train_items) for n in (step, step - 1))
-                if args.reference_update_interval and epoch > before and epoch % args.reference_update_interval == 0:
-                    copy_adapter(model, agent.actor, agent.reference)
+                update_reference(agent, step, len(train_items), args)
+
+                drifts.append(describe_drift(rollout, args))
+                for name, x in describe_update(batch, history).items():
+                    agent_metrics[f"agent_{i}/{name}"] = x
 
             # 3. Metrics, held-out episodes, samples.
-            row = team_metrics(rollouts, args.num_turns, accelerator)
-            row |= {name: sum(m.pop(name) for m in metrics) / len(agents) for name in ("kl", "reference_logprob")}
-            row |= {f"agent_{i}/{name}": x for i, m in enumerate(metrics) for name, x in m.items()}
-            row |= extra_metrics(task, rollouts)
-            row |= {"truncated": sum(rollouts[0].truncated), "dropped": len(errors)} if factory else {}
-            for seed, error in errors.items():
-                accelerator.print(f"update {step}: the episode of seed {seed} is dropped: {error}")
-            row["new_tokens"] = sum(rollout.mask.sum() for rollout in rollouts)
-            if held_out and args.evaluation_interval and (step % args.evaluation_interval == 0 or step in (1, updates)):
-                tests, tested, _ = play_all(held_out, generator, lambda _: run.time("held-out"), greedy=True)
-                row["fitness"] = sum(sum(t.rewards) for team in tests for t in team) / len(tests) / len(tested)
-            done = {"global_step": (n := step * args.rollout_buffer_size), "epoch": n / len(train_items)}
-            run.log(done | {name: float(x) for name, x in row.items()}, items, rollouts)
+            metrics = team_metrics(rollouts) | average(drifts) | agent_metrics
+            metrics |= describe_episodes(task, items, rollouts, args)
+            held_out = None
+            if args.evaluation_interval and (step % args.evaluation_interval == 0 or step in (1, updates)):
+                run.phase("held-out")
+                held_out = evaluate(agents, task, held_out_items, args)
+            new_tokens = sum(rollout.mask.sum() for rollout in rollouts)
+            run.log(metrics, rollouts[0].items, rollouts, new_tokens, held_out)
     return agents, run
 
 

@@ -13,17 +13,16 @@ import csv
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from pydantic import PositiveInt
 
 from utils import plot
 from utils.benchmark import Failed, Job, check_seeds, finished, locked, run_jobs, write_manifest
-from utils.cli import UserError, command_line
-from utils.ranges import Count, check_ranges
-from utils.run import write_whole, writing
+from utils.cli import UserError, command_line, flags
+from utils.files import write_whole, writing
 from utils.same import is_time
 
 HERE = Path(__file__).resolve().parent
@@ -85,8 +84,8 @@ def group_of(script, detail):
 
 
 for script, details in DETAILS.items():
-    for detail, flags in details.items():
-        RUNS[group_of(script, detail)] = (f"{RUNS[f'{script}_third'][0]} {flags}", GUESS if script == "ppo" else TLDR)
+    for detail, change in details.items():
+        RUNS[group_of(script, detail)] = (f"{RUNS[f'{script}_third'][0]} {change}", GUESS if script == "ppo" else TLDR)
 
 ORDER = ["tldr", "number", "code", "guess"]  # of tasks
 SMALL = "--train-size 32 --rollout-buffer-size 8 --num-train-epochs 1 "  # --size quick
@@ -224,28 +223,27 @@ def fill(pages, tables, folder):
         write_whole(folder / page.name, text)
 
 
-@dataclass
+@flags
 class BenchmarkArgs:
     """What is run, and where it goes."""
 
     size: Literal["full", "quick"] = "full"  # quick: a few small updates of each run, to another --output-dir
     seeds: tuple[int, ...] = (1, 2, 3)  # seeds of every run
     only: tuple[str, ...] = (".",)  # regular expressions: the runs whose GROUP/TASK has one of them in it
-    workers: Count = 1  # runs at a time
-    threads: Count = 2  # threads of each; with another number a run is another, at first in the last digits
+    workers: PositiveInt = 1  # runs at a time
+    threads: PositiveInt = 2  # threads of each; with another number a run is another, at first in the last digits
     output_dir: str = str(HERE.name)  # folder of results, pages and pictures
     peer_ippo: str | None = None  # Python that has CoMLRL's release with IPPO; none: as it is in the results
     peer_iac: str | None = None  # Python that has CoMLRL's release with IAC; none: as it is in the results
 
 
-@dataclass
+@flags
 class Args(BenchmarkArgs):
     """All flags."""
 
 
 def main(args):
     """Make what is missing; draw and write. Raises UserError, and Failed where a run failed."""
-    check_ranges(args)
     check_seeds(args.seeds)
     folder = Path(args.output_dir)
     results, runs = folder / "results", folder / "runs"

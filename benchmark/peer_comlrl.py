@@ -27,10 +27,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from utils.cli import UserError
-from utils.episodes import Episodes
 from utils.models import locate
 from utils.run import git_commit, in_columns, lock, versions, write_whole, writing
 from utils.tasks import batches, load_task
+from utils.tasks.episodes import Episodes
 
 
 class Peer:
@@ -94,14 +94,15 @@ class Peer:
 
     def ask(self, agent, item):
         if agent == 0:  # an episode begins
-            self.episode, self.total = Episodes(self.task, [item], self.flags), 0.0
+            self.episode = Episodes(self.task, [item], self.flags.num_agents, self.flags.num_turns)
+            self.total = 0.0
         return self.prompts()[agent][0]
 
     def prompts(self):
         return [self.episode.prompts(agent, self.tokenizer) for agent in range(2)]
 
     def reward(self, first, second):
-        rewards, processed = self.timed("reward", self.episode.play, [first, second], self.prompts())
+        rewards, processed = self.timed("reward", self.episode.score, [first, second], self.prompts())
         self.total += sum(given for (given,) in rewards) / 2
         if self.flags.num_turns > 1:  # the peer takes no None from external_transition; this ends the episode, or not
             self.trainer.args.early_termination_threshold = None if self.episode.running else float("-inf")
@@ -151,7 +152,7 @@ def main():
     known |= dict(num_turns=1, actor_learning_rate=5e-4, critic_learning_rate=1e-3)
     for name, value in known.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.set_defaults(num_agents=2, early_termination_threshold=None, reward_timeout=None)  # for Episodes
+    parser.set_defaults(num_agents=2)
     flags = parser.parse_args()
     if not isinstance(flags.config, dict):
         parser.error("--config takes a JSON object")

@@ -1,17 +1,12 @@
-"""--dataset: rows from a file or a folder in place of the task's own, as they would come from the hub."""
+"""Items: the task's own, or with --dataset rows from a file or a folder, as they would come from the hub."""
 
-import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
-from conftest import make_args
 
-import iac_llm
-import ippo_llm
 from utils.cli import UserError
-from utils.tasks import BUILT_IN
-
-TINY_RUN = {"train_size": 16, "eval_size": 4, "max_new_tokens": 4, "eval_interval": 1}
+from utils.tasks import TaskArgs, load_items, load_task, tldr
 
 
 def write(path, rows):
@@ -24,27 +19,46 @@ def posts(split, count):
     return [{"prompt": f"{split} post {k}", "completion": "short"} for k in range(count)]
 
 
-def test_a_dataset_of_yours(tmp_path):
-    """A file has one split, of which some rows are held out; a folder has files of several."""
-    name = write(tmp_path / "posts.jsonl", posts("all", 30))
-    train, held_out = ippo_llm.load_datasets(ippo_llm.load_task("tldr", 2), make_args(dataset=name, **TINY_RUN), 8)
-    assert len(train) == 16 and len(held_out) == 4
-    assert len({item["prompt"] for item in [*train, *held_out]}) == 20
+def load(seed=1, least=8, task="tldr", **flags):
+    args = TaskArgs(task=task, **({"eval_size": 4} | flags))
+    train_items, held_out = load_items(load_task(task, 2), args, seed, least)
+    return list(train_items), list(held_out)
 
+
+def test_a_task_makes_1536_items_or_as_many_as_are_asked_for():
+    train_items, held_out = load()
+    assert train_items == list(tldr.train_dataset(1536, 1)) and held_out == list(tldr.eval_dataset(4, 1))
+    assert load(train_size=16)[0] == list(tldr.train_dataset(16, 1))
+
+
+def test_a_file_has_one_split_of_which_some_rows_are_held_out(tmp_path):
+    name = write(tmp_path / "posts.jsonl", posts("all", 30))
+    for train_size, expected in ((16, 16), (None, 26), (100, 26)):
+        train_items, held_out = load(dataset=name, train_size=train_size)
+        assert (len(train_items), len(held_out)) == (expected, 4)
+        assert len({item["prompt"] for item in [*train_items, *held_out]}) == expected + 4
+    assert len(load(dataset=name, eval_size=64)[1]) == 6  # at most a fifth
+
+
+def test_a_folder_has_files_of_several_splits(tmp_path):
     for split, count in (("train", 12), ("test", 6)):
         write(tmp_path / f"folder/{split}.jsonl", posts(split, count))
-    args = make_args(tmp_path, dataset=str(tmp_path / "folder"), **TINY_RUN)
-    train, held_out = ippo_llm.load_datasets(ippo_llm.load_task("tldr", 2), args, 8)
-    assert {item["prompt"].split()[0] for item in train} == {"train"} and len(train) == 12
+    name = str(tmp_path / "folder")
+    train_items, held_out = load(dataset=name, train_size=16)
+    assert {item["prompt"].split()[0] for item in train_items} == {"train"} and len(train_items) == 12
     assert {item["prompt"].split()[0] for item in held_out} == {"test"} and len(held_out) == 4
-    other = ippo_llm.load_datasets(
-        ippo_llm.load_task("tldr", 2), make_args(dataset=args.dataset, seed=2, **TINY_RUN), 8
-    )
-    assert sorted(map(str, train)) == sorted(map(str, other[0])) and train != other[0]
+    reordered = load(dataset=name, seed=2)[0]
+    assert sorted(map(str, train_items)) == sorted(map(str, reordered)) and train_items != reordered
+    assert len(load(dataset=name, eval_size=64)[1]) == 6
 
-    _, run = ippo_llm.main(args)
-    assert {sample["item"]["prompt"].split()[0] for sample in run.samples} == {"train"}
-    assert run.rows[0]["eval/reward_mean"] >= 0
+
+def test_a_task_without_held_out_items_has_none():
+    task = SimpleNamespace(**{name: getattr(tldr, name) for name in ("train_dataset", "formatters", "reward_func")})
+    train_items, held_out = load_items(load_task(task, 2), TaskArgs(train_size=8), 1, 8)
+    assert len(train_items) == 8 and len(held_out) == 0
+    task.train_dataset = lambda size, seed: {}[seed]
+    with pytest.raises(UserError, match="^train_dataset of the task SimpleNamespace failed: KeyError: 1$"):
+        load_items(task, TaskArgs(), 1, 8)
 
 
 def test_a_dataset_that_does_not_fit_is_one_line(tmp_path):
@@ -61,17 +75,9 @@ def test_a_dataset_that_does_not_fit_is_one_line(tmp_path):
         ),
     ):
         with pytest.raises(UserError, match=message):
-            ippo_llm.main(make_args(tmp_path, dataset=name, **TINY_RUN))
-        assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("task", BUILT_IN)
-@pytest.mark.parametrize("script", [ippo_llm, iac_llm], ids=["ippo", "iac"])
-def test_every_task_runs_offline_in_every_script(tmp_path, script, task):
-    if task == "reasoning":
-        pytest.importorskip("reasoning_gym")
-    turns = 1 + hasattr(importlib.import_module(f"utils.tasks.{task}"), "external_transition")
-    args = make_args(tmp_path, script, task=task, num_turns=turns, train_size=8, max_new_tokens=8)
-    _, run = script.main(args)
-    assert len(run.rows) == 1 and 0 <= run.rows[0]["reward_mean"] <= (run.optimum or 3)
-    assert run.rows[0]["eval/reward_mean"] is not None
+            load(dataset=name)
+    with pytest.raises(UserError, match="^train_dataset of --task tldr has 4 items; an update takes 8"):
+        load(train_size=4)
+    rows = write(tmp_path / "rows.jsonl", [{"abstract_text": None}] * 20)
+    with pytest.raises(UserError, match="rows.jsonl has a row that --task arxiv can't use: TypeError: "):
+        load(dataset=rows, task="arxiv")

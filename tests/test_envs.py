@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import sys
+from types import ModuleType
 
 import numpy
 import pytest
@@ -22,7 +23,7 @@ def path_kept(monkeypatch):
 
 
 class Echo:
-    """Says back what it hears, for 1 each, until it hears bye; `heard` is what it was asked, of all of them."""
+    """Says back what it hears, for 1 each, until it hears bye; `heard` has the calls of all of them."""
 
     heard = []
 
@@ -64,13 +65,13 @@ def seed_of(number):
     def hidden(seed):
         environment = guess.Env()
         environment.reset(seed)
-        return environment.number
+        return environment.secret
 
     return next(seed for seed in range(1000) if hidden(seed) == number)
 
 
 def worth(below, above):
-    """Half the chance that a number with so many below and above it is met; half the bits told, of 4."""
+    """Half the chance that a number with so many below and above it is met; half the entropy, of 4 bits."""
     left = below + 1 + above
     entropy = 0.0
     for n in (below, 1, above):
@@ -98,9 +99,9 @@ GUESSES = {  # of 11: answers, what is observed after each, what each earns
             -COST,
             worth(0, 2) - COST,
             worth(0, 1) - COST,
-        ],  # 11 is left, not asked
+        ],  # 11 is left, not guessed
     ),
-    "what is known": (
+    "the only one that is left": (
         ["10", "12", "11"],
         "higher lower met",
         [worth(9, 6), worth(1, 4) - COST, worth(0, 0) - COST],  # the last tells nothing, but meets it
@@ -120,20 +121,20 @@ def test_guess_move_by_move(case):
     assert ended == (observed.split()[-1] in ("met", "out_of_turns"))
 
 
-@pytest.mark.parametrize("asking", range(20))
-def test_a_number_found_is_worth_what_its_turn_is_on_average(asking):
-    """However one asks, as long as all numbers are found: by the middle of what is left, or nearly, and some waste."""
-    rng, scores, turns = random.Random(asking), [], []
-    asks = {}  # what is asked after a history, the same for every number
-    for number in range(1, 17):
+@pytest.mark.parametrize("strategy", range(20))
+def test_a_number_found_is_worth_what_its_turn_is_on_average(strategy):
+    """For any strategy that finds all numbers: guess the middle of what is left, or nearly, and waste some turns."""
+    rng, scores, turns = random.Random(strategy), [], []
+    guesses = {}  # the guess after a history, the same for every number
+    for secret in range(1, 17):
         environment, low, high, history, ended, score = guess.Env(), 1, 16, (), False, 0.0
-        environment.reset(seed_of(number))
+        environment.reset(seed_of(secret))
         while not ended:
             near = (low + high) // 2 + (rng.choice([-1, 0, 1]) if high - low > 4 else 0)
             wasted = len(history) == 1 and rng.random() < 0.2
-            said = asks.setdefault(history, rng.choice([0, 17, 99]) if wasted else near)
-            observation, reward, ended, _, _ = environment.step(str(said))
-            low, high = (max(low, said + 1), high) if observation == "higher" else (low, min(high, said - 1))
+            number = guesses.setdefault(history, rng.choice([0, 17, 99]) if wasted else near)
+            observation, reward, ended, _, _ = environment.step(str(number))
+            low, high = (max(low, number + 1), high) if observation == "higher" else (low, min(high, number - 1))
             history, score = (*history, observation), score + reward
         assert observation == "met"
         scores.append(score)
@@ -157,7 +158,7 @@ def test_hidden_numbers_are_uniform_and_come_from_the_seed():
         for seed in range(1600):
             environment = guess.Env()
             environment.reset(seed)
-            yield environment.number
+            yield environment.secret
 
     drawn = list(numbers())
     counts = collections.Counter(drawn)
@@ -165,55 +166,57 @@ def test_hidden_numbers_are_uniform_and_come_from_the_seed():
     assert sum((count - 100) ** 2 / 100 for count in counts.values()) < 37.7  # chi-square of 15, one in a thousand
     assert drawn == list(numbers())
     environment = guess.Env()  # nor does it depend on the games before, and without a seed they differ
-    assert [environment.reset(seed) and environment.number for seed in range(50)] == drawn[:50]
-    assert len({environment.reset() and environment.number for _ in range(50)}) > 1
+    assert [environment.reset(seed) and environment.secret for seed in range(50)] == drawn[:50]
+    assert len({environment.reset() and environment.secret for _ in range(50)}) > 1
 
 
 def best_guessing(max_turns):
-    """The expected score at best, by asking in every turn for every number from 0 to 17, of the environment itself."""
+    """The expected score at best, by guessing in every turn every number from 0 to 17, of the environment itself."""
 
     @functools.cache
     def search(games, turn):
-        """The most points that games of one history, (number, low, high) each, earn together from this turn on."""
+        """The most points that games of one history, (secret, low, high) each, earn together from this turn on."""
         if turn > max_turns:
             return 0.0
         scores = []
-        for asked in range(guess.HIGH + 2):
-            score, told = 0.0, collections.defaultdict(list)
-            for number, low, high in games:
+        for number in range(guess.MAX_NUMBER + 2):
+            score, outcomes = 0.0, collections.defaultdict(list)
+            for secret, low, high in games:
                 environment = guess.Env()
-                vars(environment).update(number=number, low=low, high=high, turn=turn - 1)
-                observation, reward, terminated, _, _ = environment.step(str(asked))
+                vars(environment).update(secret=secret, low=low, high=high, num_guesses=turn - 1)
+                observation, reward, terminated, _, _ = environment.step(str(number))
                 score += reward
                 if not terminated:
-                    told[observation].append((number, environment.low, environment.high))
-            scores.append(score + sum(search(tuple(games), turn + 1) for games in told.values()))
+                    outcomes[observation].append((secret, environment.low, environment.high))
+            scores.append(score + sum(search(tuple(games), turn + 1) for games in outcomes.values()))
         return max(scores)
 
-    return search(tuple((number, 1, guess.HIGH) for number in range(1, guess.HIGH + 1)), 1) / guess.HIGH
+    return (
+        search(tuple((number, 1, guess.MAX_NUMBER) for number in range(1, guess.MAX_NUMBER + 1)), 1) / guess.MAX_NUMBER
+    )
 
 
 @pytest.fixture
 def of_four(monkeypatch):
     """Guessing of a number from 1 to 4."""
-    monkeypatch.setattr(guess, "HIGH", 4)
-    guess.expected.cache_clear()
+    monkeypatch.setattr(guess, "MAX_NUMBER", 4)
+    guess.optimal_score.cache_clear()
     yield
-    guess.expected.cache_clear()
+    guess.optimal_score.cache_clear()
 
 
 @pytest.mark.parametrize("max_turns", [1, 2, 3])
 def test_no_decision_tree_at_all_earns_more_than_the_optimum(of_four, max_turns):
-    histories = [told for t in range(max_turns) for told in itertools.product(("higher", "lower"), repeat=t)]
+    histories = [history for t in range(max_turns) for history in itertools.product(("higher", "lower"), repeat=t)]
     best = -math.inf
     for asks in itertools.product("1234", repeat=len(histories)):
         tree, score = dict(zip(histories, asks)), 0.0
         for number in range(1, 5):
-            environment, told, ended = guess.Env(), (), False
-            vars(environment).update(number=number, low=1, high=4, turn=0)
-            while not ended and len(told) < max_turns:
-                observation, reward, ended, _, _ = environment.step(tree[told])
-                score, told = score + reward, (*told, observation)
+            environment, history, ended = guess.Env(), (), False
+            vars(environment).update(secret=number, low=1, high=4, num_guesses=0)
+            while not ended and len(history) < max_turns:
+                observation, reward, ended, _, _ = environment.step(tree[history])
+                score, history = score + reward, (*history, observation)
         best = max(best, score / 4)
     assert best == pytest.approx(guess.optimum(max_turns), abs=1e-12)
     assert best == pytest.approx(best_guessing(max_turns), abs=1e-12)
@@ -224,11 +227,11 @@ def test_binary_search_in_games_earns_the_optimum_of_guess(max_turns):
     games = Games(guess.Env, [seed_of(number) for number in range(1, 17)], max_turns)
     bounds = [(1, 16)] * 16
     while games.running:
-        said = {k: sum(bounds[k]) // 2 for k in games.running}
-        games.step([str(said[k]) for k in games.running])
+        guesses = {k: sum(bounds[k]) // 2 for k in games.running}
+        games.step([str(guesses[k]) for k in games.running])
         for k, (low, high) in enumerate(bounds):
-            if games.observations[k] in ("higher", "lower") and k in said:
-                bounds[k] = (said[k] + 1, high) if games.observations[k] == "higher" else (low, said[k] - 1)
+            if games.observations[k] in ("higher", "lower") and k in guesses:
+                bounds[k] = (guesses[k] + 1, high) if games.observations[k] == "higher" else (low, guesses[k] - 1)
     score = sum(map(sum, games.rewards)) / 16
     assert score == pytest.approx(guess.optimum(max_turns), abs=1e-12)
     assert score == pytest.approx(best_guessing(min(6, max_turns)), abs=1e-12)
@@ -278,8 +281,8 @@ def test_the_shortest_ways_in_games_earn_the_optimum_of_grid(max_turns):
 def test_grid_move_by_move():
     seed = Placed.pairs.index(((1, 2), (3, 3)))
     walk = "Walk from column {} row {} to column 3 row 3."
-    told = [walk.format(1, 2), walk.format(2, 2), walk.format(2, 3), "there"]
-    assert play(Placed, seed, ["right", " Up\n", "right"]) == (told, [0.0, 0.0, 1.0], True)
+    way = [walk.format(1, 2), walk.format(2, 2), walk.format(2, 3), "there"]
+    assert play(Placed, seed, ["right", " Up\n", "right"]) == (way, [0.0, 0.0, 1.0], True)
     observations, rewards, _ = play(Placed, seed, ["left", "down", "up", "up", "right", "right"])
     assert observations[1] == walk.format(1, 2) and rewards == [0.0] * 5 + [1 - 3 / 12]  # off the grid, and back
     assert play(Placed, seed, ["left"] * 12)[1:] == ([0.0] * 12, True)
@@ -305,14 +308,14 @@ def test_a_built_in_environment_has_a_name(name, module):
 AGILE = """
 class Env:
     def __init__(self):
-        self.said = []
+        self.actions = []
 
     def reset(self, seed=None):
         return "text", {}
 
     def step(self, action):
-        self.said.append(action)
-        return " ".join(self.said), len(self.said), len(self.said) == 2, False, {}
+        self.actions.append(action)
+        return " ".join(self.actions), len(self.actions), len(self.actions) == 2, False, {}
 """
 
 
@@ -332,6 +335,17 @@ def test_an_environment_from_a_file_or_from_a_module_works_as_it_is(tmp_path, mo
         games.step(["c", "d"])
         assert games.observations == ["a c", "b d"] and games.rewards == [[1.0, 2.0]] * 2
         assert games.ended == ["terminated"] * 2 and not games.running
+
+
+def test_an_environment_in_a_module_that_is_there_already(tmp_path):
+    module = ModuleType("mine")
+    module.__file__ = "somewhere/mine.py"
+    with pytest.raises(UserError, match="^the environment in mine.py: there is no make or Env in it$"):
+        load_env(module, 3)
+    exec(AGILE, vars(module))
+    assert load_env(module, 3) == (module.Env, None)
+    module.optimum = lambda max_turns: 2 * max_turns
+    assert load_env(module, 3) == (module.Env, 6.0)
 
 
 BAD_FILES = {
@@ -410,7 +424,7 @@ def test_an_end_in_the_last_turn_is_the_environments_own():
         (lambda self: ("text", {}), "text"),
         (lambda self, options=None: (f"{options}", {}), "None"),
         (lambda self, *, seed: (f"{seed}", {}), "4"),
-        (lambda self, **known: (f"{known}", {}), "{'seed': 4}"),
+        (lambda self, **optional: (f"{optional}", {}), "{'seed': 4}"),
     ],
 )
 def test_reset_gets_the_seed_if_it_takes_one(reset, seen):
@@ -465,7 +479,7 @@ def test_an_environment_that_raises_ends_its_own_episode_only(heard):
         1: "KeyError: 'turn 2 of its own' (turn 2)",
         3: "OSError: still open (turn 2)",
     }
-    assert heard.count("close") == 6  # the dropped ones too, whose own error is told, not that of closing
+    assert heard.count("close") == 6  # the dropped ones too, whose own error is reported, not that of closing
 
 
 def test_an_environment_that_cannot_be_made_again_is_dropped():

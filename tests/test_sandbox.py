@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from utils import sandbox
-from utils.sandbox import Verdict, missing_protection, run_tests
+from utils.tasks import sandbox
+from utils.tasks.sandbox import Verdict, missing_protection, run_tests
 
 GOOD = ("def double(x):\n    return 2 * x", "assert double(2) == 4\nassert double(-1) == -2", "double")
 PASSED = Verdict(2, 2, "")
@@ -335,18 +335,18 @@ def test_verdict(program, test, entry_point, expected):
 
 
 @pytest.mark.parametrize(
-    ("test", "told"), [("assert (", "does not parse"), ("x = 1", "no assert"), ("assert True", "no a")]
+    ("test", "message"), [("assert (", "does not parse"), ("x = 1", "no assert"), ("assert True", "no a")]
 )
-def test_faulty_test_is_the_datasets_fault(test, told):
-    with pytest.raises(ValueError, match=f"the test of job 1 .*{told}"):
+def test_faulty_test_is_the_datasets_fault(test, message):
+    with pytest.raises(ValueError, match=f"the test of job 1 .*{message}"):
         run_tests([GOOD, (GOOD[0], test, "double")])
 
 
-def test_missing_protection_is_told_once():
+def test_missing_protection_is_reported_once():
     assert "no namespaces" in missing_protection(("namespaces",))
-    with pytest.warns(UserWarning, match="no namespaces") as told:
+    with pytest.warns(UserWarning, match="no namespaces") as warnings_seen:
         assert run_tests([GOOD] * 4, without=("namespaces",)) == [PASSED] * 4
-    assert len(told) == 1
+    assert len(warnings_seen) == 1
 
 
 def test_player_that_cannot_start_is_no_verdict(monkeypatch):

@@ -1,10 +1,13 @@
-"""The default task's rule, against numbers worked out by hand."""
+"""The default task's rule, against numbers worked out by hand; loading a task; batches of its items."""
 
 import random
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from utils.tasks import batches
+from utils import tasks
+from utils.cli import UserError
+from utils.tasks import batches, load_task, tldr
 from utils.tasks.tldr import eval_dataset, formatters, pair_reward, reward_func, train_dataset
 
 
@@ -60,8 +63,52 @@ def test_posts_come_from_the_seed_and_are_not_shared_between_training_and_evalua
     assert "about 64 words" in formatters(train_dataset(1, 1)[0], 2)[0]["content"]
 
 
-def test_batches_pass_over_the_data_as_often_as_there_are_epochs():
-    seen = [item for batch in batches(list(range(10)), 4, 3, seed=0) for item in batch]
-    assert len(seen) == 28  # 30, less two that make no batch
-    assert sorted(seen[:10]) == list(range(10)) and seen[:10] != seen[10:20]
-    assert seen == [item for batch in batches(list(range(10)), 4, 3, seed=0) for item in batch]
+def test_batches_pass_over_the_data_as_often_as_there_are_epochs(monkeypatch):
+    lines = []
+    monkeypatch.setattr(tasks, "say", lines.append)
+    items = list(range(10))
+    order = [item for batch in batches(items, 4, 3, seed=0) for item in batch]
+    assert len(order) == 28 and lines == ["the last 2 items of the last epoch are left out: an update takes 4"]
+    assert sorted(order[:10]) == sorted(order[10:20]) == items and order[:10] != order[10:20]
+    assert order == [item for batch in batches(items, 4, 3, seed=0) for item in batch]
+    assert list(batches(items, 5, 2, seed=0, skip=3)) == list(batches(items, 5, 2, seed=0))[3:]
+    assert len(lines) == 2  # of 5 none is left out
+
+
+TASK = {"train_dataset": train_dataset, "formatters": formatters, "reward_func": reward_func}
+BAD_TASKS = {
+    "no data": ({"train_dataset": None}, "the task SimpleNamespace has no train_dataset"),
+    "no reward": ({"reward_func": None}, "the task SimpleNamespace has no reward_func"),
+    "a number": ({"optimum": 3}, "the task SimpleNamespace: optimum is not a function but 3"),
+    "formatters": ({"formatters": [formatters] * 3}, "the task SimpleNamespace has 3 formatters for 2 agents; .*"),
+    "a text": ({"formatters": "Hi"}, "the task SimpleNamespace: each of its formatters is to be a function"),
+    "one turn": ({}, "the task SimpleNamespace has no external_transition, which 2 turns take"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TASKS)
+def test_what_a_task_lacks_is_one_line(case):
+    changes, message = BAD_TASKS[case]
+    attributes = {name: value for name, value in (TASK | changes).items() if value is not None}
+    with pytest.raises(UserError, match=f"^{message}$"):
+        load_task(SimpleNamespace(**attributes), 2, num_turns=2)
+
+
+def test_a_task_is_a_name_a_file_or_a_module(tmp_path):
+    assert load_task("tldr", 2) is load_task(tldr, 2) is tldr
+    path = tmp_path / "mine.py"
+    path.write_text("from neighbour import *\n")
+    (tmp_path / "neighbour.py").write_text("from utils.tasks.tldr import *\n")
+    assert load_task(str(path), 2).reward_func is reward_func
+    path.write_text("1 / 0")
+    with pytest.raises(UserError, match=r"^--task .*mine.py can't be loaded: ZeroDivisionError: division by zero$"):
+        load_task(str(path), 2)
+    takes = "--task takes arxiv, code, number, reasoning, tldr or a FILE.py"
+    with pytest.raises(UserError, match=f"^{takes}, got sandbox$"):
+        load_task("sandbox", 2)
+    with pytest.raises(UserError, match=f"^{takes}, and there is no file gone.py$"):
+        load_task("gone.py", 2)
+    empty = ModuleType("__main__")
+    empty.__file__ = "folder/ippo_llm.py"
+    with pytest.raises(UserError, match="^the task in ippo_llm.py has no train_dataset$"):
+        load_task(empty, 2)

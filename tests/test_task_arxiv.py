@@ -16,10 +16,10 @@ def text(words, letters=4, start=0):
 
 
 def test_a_text_outside_its_bounds_earns_nothing():
-    assert arxiv.points(text(127), text(180), 128) == arxiv.points(text(190), text(257), 128) == 0.0
-    assert arxiv.points(text(128), text(180), 128) > 2.0
-    assert arxiv.points(text(15), text(21), 16) == 0.0 < arxiv.points(text(16), text(22), 16)
-    assert arxiv.points("", text(20), 16) == 0.0
+    assert arxiv.pair_reward(text(127), text(180), 128) == arxiv.pair_reward(text(190), text(257), 128) == 0.0
+    assert arxiv.pair_reward(text(128), text(180), 128) > 2.0
+    assert arxiv.pair_reward(text(15), text(21), 16) == 0.0 < arxiv.pair_reward(text(16), text(22), 16)
+    assert arxiv.pair_reward("", text(20), 16) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_a_text_outside_its_bounds_earns_nothing():
     ],
 )
 def test_each_level_of_the_rule(second, expected):
-    assert arxiv.points(text(16), second, 16) == pytest.approx(expected)
+    assert arxiv.pair_reward(text(16), second, 16) == pytest.approx(expected)
 
 
 def test_transitions_count_in_either_text():
-    assert arxiv.points(text(15) + " thus", text(20, 5), 16) == pytest.approx(0.5 + 1 + 0.5 + 0.4 * 0.4)
+    assert arxiv.pair_reward(text(15) + " thus", text(20, 5), 16) == pytest.approx(0.5 + 1 + 0.5 + 0.4 * 0.4)
 
 
 def test_the_points_are_at_most_three_and_at_least_zero():
@@ -53,7 +53,7 @@ def test_the_points_are_at_most_three_and_at_least_zero():
     words = "the cat however so in short first then if when like although indeed also for example such as river".split()
     for _ in range(3000):
         pair = [" ".join(rng.choices(words, k=rng.randint(0, 60))) for _ in range(2)]
-        assert 0.0 <= arxiv.points(*pair, 16) <= 3.0
+        assert 0.0 <= arxiv.pair_reward(*pair, 16) <= 3.0
 
 
 def test_two_sensible_parts_about_a_made_abstract_earn_nearly_all():
@@ -79,11 +79,11 @@ def test_abstracts_come_from_the_seed_have_four_to_six_sentences_and_are_varied(
 
 def test_each_writer_is_asked_for_a_length_that_is_paid():
     for item in (arxiv.train_dataset(1, 1)[0], arxiv.item_of({"abstract_text": "We study it."})):
-        asks = [arxiv.formatters(item, agent)[0]["content"] for agent in range(2)]
-        lengths = [int(ask.split(" in about ")[1].split()[0]) for ask in asks]
+        requests = [arxiv.formatters(item, agent)[0]["content"] for agent in range(2)]
+        lengths = [int(request.split(" in about ")[1].split()[0]) for request in requests]
         assert all(item["min_words"] < length < arxiv.MAX_WORDS for length in lengths)
         assert 1.3 <= lengths[1] / lengths[0] <= 1.6
-        assert all(ask.startswith(item["abstract_text"]) for ask in asks)
+        assert all(request.startswith(item["abstract_text"]) for request in requests)
 
 
 def test_rows_of_the_hubs_columns_are_held_to_the_published_bounds(tmp_path):
@@ -101,5 +101,5 @@ def test_rows_of_the_hubs_columns_are_held_to_the_published_bounds(tmp_path):
 
 def test_the_task_is_for_two_writers():
     assert load_task("arxiv", 2) is arxiv
-    with pytest.raises(UserError, match="takes 2 here"):
+    with pytest.raises(UserError, match="^--task arxiv: it takes 2 agents, .*, got 3$"):
         load_task("arxiv", 3)

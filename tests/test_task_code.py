@@ -2,8 +2,7 @@
 
 import pytest
 
-from utils import made_text
-from utils.tasks import code, load_task
+from utils.tasks import code, load_task, made_text
 
 ITEM = {
     "prompt": 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """Add up the doubles."""\n',
@@ -16,8 +15,8 @@ MAIN = "def total(xs: List[int]) -> int:\n    return sum(aux(xs))"
 WRAPPED = "def aux(xs):\n    return sum(2 * x for x in xs)"
 
 
-def points(aux, main, item=ITEM, **known):
-    return code.reward_func([aux], [main], items=[item], **known)[0]
+def points(aux, main, item=ITEM, **turns):
+    return code.reward_func([aux], [main], items=[item], **turns)[0]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +72,7 @@ def test_a_signature_over_several_lines_is_one_function():
 def test_a_single_agent_writes_both_functions():
     assert code.reward_func([f"{AUX}\n\n{MAIN}", MAIN], items=[ITEM] * 2) == pytest.approx([4.0, 1.1])
     assert "helper named aux" in code.formatters(ITEM, 0, num_agents=1)[0]["content"]
-    with pytest.raises(ValueError, match="takes 1 or 2 here.*got 3"):
+    with pytest.raises(ValueError, match="takes 1 or 2 agents.*got 3"):
         code.check(3, 1)
 
 
@@ -126,9 +125,9 @@ def test_made_problems_come_from_the_seed_and_none_is_both_trained_on_and_held_o
 
 
 def test_prompts_are_those_that_the_embedded_model_was_trained_on():
-    known = {task["prompt"] for task in made_text.programs(2000, 0)}
-    asked = {code.formatters(item, agent)[0]["content"] for item in code.train_dataset(40, 0) for agent in range(2)}
-    assert asked <= known and len(asked) == 80
+    trained_on = {task["prompt"] for task in made_text.programs(2000, 0)}
+    prompts = {code.formatters(item, agent)[0]["content"] for item in code.train_dataset(40, 0) for agent in range(2)}
+    assert prompts <= trained_on and len(prompts) == 80
 
 
 def test_a_row_of_humaneval_keeps_what_stands_before_the_function():
@@ -146,18 +145,18 @@ def test_a_row_of_humaneval_keeps_what_stands_before_the_function():
 
 @pytest.mark.parametrize("sanitized", [False, True])
 def test_a_row_of_mbpp_becomes_a_function_to_complete(sanitized):
-    asked = "Write a function to find the area of a circle, rounded."
+    text = "Write a function to find the area of a circle, rounded."
     solution = "import math\ndef square(r):\n    return r * r\n"
     solution += "def area(r, digits=1):\n    return round(math.pi * square(r), digits)"
     tests = ["assert area(1) == 3.1", "assert math.isclose(area(2, digits=2), 12.57)"]
     row = {"task_id": 1, "code": solution, "test_list": tests}
     row |= (
-        {"prompt": asked, "test_imports": ["import math"]}
+        {"prompt": text, "test_imports": ["import math"]}
         if sanitized
-        else {"text": asked, "test_setup_code": "import math"}
+        else {"text": text, "test_setup_code": "import math"}
     )
     item = code.item_of(row)
-    assert item["prompt"] == f'def area(r, digits=1):\n    """{asked}"""' and item["entry_point"] == "area"
+    assert item["prompt"] == f'def area(r, digits=1):\n    """{text}"""' and item["entry_point"] == "area"
     main = "import math\n\ndef area(r, digits=1):\n    return round(math.pi * aux(r), digits)"
     assert points("def aux(r):\n    return r * r", main, item) == pytest.approx(4.0)
     assert points("def aux(r):\n    return r", main, item) == pytest.approx(3.5)

@@ -3,10 +3,9 @@
 import functools
 
 import pytest
-from conftest import make_args
 
-from utils.episodes import Episodes
 from utils.tasks import number
+from utils.tasks.episodes import Episodes
 
 
 def best(n, turns):
@@ -31,24 +30,28 @@ def test_the_optimum_is_what_a_search_over_all_plays_finds(num_agents, num_turns
 
 
 def play(targets, num_turns, choose):
-    """Rewards of two players over targets; choose(asked) is the sum that they say after having been told so much."""
-    args = make_args(num_turns=num_turns)
+    """Rewards of two players over targets; choose(hints) is the sum of their numbers after these hints."""
     items = [{"share": (target + 0.5) / 21} for target in targets]
-    episodes, rewards = Episodes(number, items, args), [0.0] * len(targets)
+    episodes = Episodes(number, items, num_agents=2, num_turns=num_turns)
+    rewards = [0.0] * len(targets)
     while episodes.running:
-        told = [[m["content"] for m in episodes.asked[k][0][-1] if m["role"] == "user"][1:] for k in episodes.running]
-        sums = [choose(asked) for asked in told]
-        completions = [[str(s // 2) for s in sums], [f" {s - s // 2}\n" for s in sums]]
-        for k, reward in zip(list(episodes.running), episodes.play(completions, completions)[0][0]):
+        playing = list(episodes.running)
+        sums = []
+        for k in playing:
+            messages = episodes.prompt_history[k][0][-1]
+            observations = [message["content"] for message in messages if message["role"] == "user"]
+            sums.append(choose(observations[1:]))  # the first is the rule
+        responses = [[str(s // 2) for s in sums], [f" {s - s // 2}\n" for s in sums]]
+        for k, reward in zip(playing, episodes.score(responses, responses)[0][0]):
             rewards[k] += reward
     return rewards
 
 
-def middle(told):
+def middle(hints):
     low, high = 0, 20
-    for way in told:
-        said = (low + high) // 2
-        low, high = {"higher": (said + 1, high), "lower": (low, said - 1), "met": (said, said)}[way]
+    for hint in hints:
+        guess = (low + high) // 2
+        low, high = {"higher": (guess + 1, high), "lower": (low, guess - 1), "met": (guess, guess)}[hint]
     return (low + high) // 2
 
 
@@ -59,15 +62,15 @@ def test_playing_the_middle_earns_the_optimum():
 
 
 def test_the_rule_move_by_move():
-    assert play([4], 3, lambda told: 10 if not told else 5) == [pytest.approx(1 - 6 / 20 + 2 * (1 - 1 / 20))]
+    assert play([4], 3, lambda hints: 5 if hints else 10) == [pytest.approx(1 - 6 / 20 + 2 * (1 - 1 / 20))]
     items = [{"share": 0.5}] * 4
     legal = number.reward_func(["5", "5", "11", "five"], ["5", "6", "5", "5"], items=items)
     assert legal == [1.0, 1 - 1 / 20, 0.0, 0.0]  # 10 is hidden; 11 and a word are no moves
     assert number.external_transition(["11", "5"], 2, [[[]], [[]]], items[0]) is None
-    assert play([4], 3, lambda told: 23) == [0.0]  # 11 and 12 spoil the game
+    assert play([4], 3, lambda hints: 23) == [0.0]  # 11 and 12 spoil the game
     first = number.formatters(items[0])
-    following = number.external_transition(["3", "4"], 2, [[first], [first]], items[0])
-    assert following[1] == [*first, {"role": "assistant", "content": "4"}, {"role": "user", "content": "higher"}]
+    prompts = number.external_transition(["3", "4"], 2, [[first], [first]], items[0])
+    assert prompts[1] == [*first, {"role": "assistant", "content": "4"}, {"role": "user", "content": "higher"}]
 
 
 def test_hidden_numbers_are_uniform():

@@ -97,5 +97,5 @@ def test_in_a_later_turn_each_agent_reads_what_all_said():
 
 def test_a_single_agent_has_one_turn():
     assert load_task("reasoning", 1) is load_task("reasoning", 3, num_turns=2) is reasoning
-    with pytest.raises(UserError, match="--num-turns 2 takes 2 or more agents"):
+    with pytest.raises(UserError, match="^--task reasoning: 2 turns take 2 or more agents"):
         load_task("reasoning", 1, num_turns=2)

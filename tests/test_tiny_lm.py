@@ -5,7 +5,7 @@ import ast
 import torch
 from conftest import TINY
 
-from utils.made_text import games, posts, programs
+from utils.tasks.made_text import games, posts, programs
 from utils.make_tiny_lm import collate, encode, held_out_loss, make_tokenizer
 
 

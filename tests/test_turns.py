@@ -12,7 +12,7 @@ import ippo_llm
 from iac_llm import td_error
 from ippo_llm import Agent, Rollout, gae, losses, play
 from utils.cli import TaskError, UserError
-from utils.episodes import Episodes
+from utils.tasks.episodes import Episodes
 
 GAMMA, LAMBDA = 0.9, 0.8
 ESTIMATES = {"ippo": lambda *chain: gae(*chain, GAMMA, LAMBDA), "iac": lambda *chain: td_error(*chain, GAMMA)}

@@ -2,8 +2,8 @@
 
     python -m utils.benchmark --command "python ippo_llm.py --use-separate-critic" --tasks tldr number --seeds 1 2 3
 
-Of tldr, seed 1, <output-dir>/<name>/tldr__1/ is the run folder, and tldr__1.log beside it has what the run said.
-A run that fails is told, and the others go on. Given again, the command leaves finished runs as they are, and goes on
+Of tldr, seed 1, <output-dir>/<name>/tldr__1/ is the run folder, and tldr__1.log beside it has what the run printed.
+A run that fails is named, and the others go on. Given again, the command leaves finished runs as they are, and goes on
 with those that were stopped. <output-dir>/manifest.json says of every run how it was made: command, commit, versions,
 machine, wall time, and a digest of its metrics (those of time aside) that is the same wherever the metrics are.
 
@@ -26,12 +26,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import PositiveInt
 from tqdm import tqdm
 
-from utils.checkpoint import read_json
-from utils.cli import Stopped, UserError, command_line, one_line
-from utils.ranges import Count, check_ranges
-from utils.run import write_whole, writing
+from utils.cli import Stopped, UserError, command_line, flags, one_line
+from utils.files import read_json, write_whole, writing
 from utils.same import timeless
 
 OWN = ("--seed", "--output-dir", "--resume", "--overwrite")  # flags that a run gets from here
@@ -43,21 +42,21 @@ class Failed(UserError):
     exit_code = 1
 
 
-@dataclass
+@flags
 class BenchmarkArgs:
     """What is run, how often, and where."""
 
     command: str = ""  # required: a script and its flags but for task, seed and folder: "python iac_llm.py --kl-coef 0"
     tasks: tuple[str, ...] = ()  # values of --task; none: what the command says, or the script's own
     seeds: tuple[int, ...] = (1, 2, 3)  # values of --seed
-    workers: Count = 1  # runs at a time
-    threads: Count = 1  # threads of each on the CPU; with another number a run is another, at first in the last digits
+    workers: PositiveInt = 1  # runs at a time
+    threads: PositiveInt = 1  # threads of each on the CPU; another number changes a run, at first in its last digits
     name: str | None = None  # name of the command's folder; none: made from the command
     output_dir: str = "runs/benchmark"  # folder of the runs and of manifest.json
     slurm_template: bool = False  # print a Slurm job script that makes the same runs, and run nothing
 
 
-@dataclass
+@flags
 class Args(BenchmarkArgs):
     """All flags."""
 
@@ -88,8 +87,8 @@ def jobs_of(args):
         flag = word.split("=")[0].replace("_", "-")
         if flag in OWN or (flag == "--task" and args.tasks):
             raise UserError(f"--command has {flag}, which each run gets from --tasks, --seeds and --output-dir")
-    flags = [word.strip("-") for word in words[words.index(script) + 1 :]]
-    name = args.name or re.sub(r"[^\w.-]+", "_", "_".join([Path(script).stem, *flags]))
+    own_words = [word.strip("-") for word in words[words.index(script) + 1 :]]
+    name = args.name or re.sub(r"[^\w.-]+", "_", "_".join([Path(script).stem, *own_words]))
     if name != Path(name).name or name == "..":
         raise UserError(f"--name takes the name of a folder, got {name}")
     check_seeds(args.seeds)
@@ -132,10 +131,10 @@ def run_jobs(jobs, output_dir, workers=1, threads=1):
         if not signals or time.monotonic() - signals[-1][0] > 1:
             signals.append((time.monotonic(), number))
 
-    heard = [signal.SIGINT, signal.SIGTERM]
+    numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
-        heard.append(signal.SIGHUP)
-    handlers = {number: signal.signal(number, on_signal) for number in heard}
+        numbers.append(signal.SIGHUP)
+    handlers = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         while active or (waiting and not signals):
             while waiting and slots and not signals:
@@ -195,11 +194,11 @@ def start(job, output_dir, threads):
 
 
 def last_line(output_dir, job):
-    """The last thing that a run said, its progress bar most of the time; with what it came to where it is no more."""
+    """The last line that a run printed, most of the time its progress bar."""
     with open(f"{output_dir / job.name}.log", "rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
-        said = log.read().decode(errors="replace")
-    return ([""] + [line.strip() for line in re.split(r"[\r\n]", said) if line.strip()])[-1]
+        text = log.read().decode(errors="replace")
+    return ([""] + [line.strip() for line in re.split(r"[\r\n]", text) if line.strip()])[-1]
 
 
 def record(job, output_dir, status, threads, workers):
@@ -216,8 +215,10 @@ def record(job, output_dir, status, threads, workers):
             entry |= {"commit": config.get("git_commit"), "versions": config.get("versions"), "metrics": digest(folder)}
         runs[job.name] = entry
         write_manifest(output_dir, runs)
-    said = f": {one_line(last_line(output_dir, job))} (all in {folder}.log)" if status == "failed" else ""
-    tqdm.write(f"{status.upper() if said else status}  {job.name}, {seconds:.0f} s{said}")
+    outcome = f"{status}  {job.name}, {seconds:.0f} s"
+    if status == "failed":
+        outcome = f"FAILED  {job.name}, {seconds:.0f} s: {one_line(last_line(output_dir, job))} (all in {folder}.log)"
+    tqdm.write(outcome)
 
 
 @contextlib.contextmanager
@@ -291,7 +292,6 @@ exec python -m utils.benchmark {shlex.join(own)} \\
 
 def main(args):
     """Make the runs that the flags name, or print the job script. Exits with code 1 where one failed."""
-    check_ranges(args)
     jobs = jobs_of(args)
     if args.slurm_template:
         print(slurm_script(args, jobs), end="")

@@ -16,19 +16,13 @@ import numpy
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
-from transformers import AutoModel
 
 from utils.cli import UserError, one_line
-from utils.models import load_model
+from utils.distributed import say
+from utils.files import WriteError, read_json, sync
+from utils.models import loading
 
 MANIFEST, STATE, HEAD, BASE = "manifest.json", "state.json", "value_head.safetensors", "base.json"
-
-
-class WriteError(UserError):
-    """The disk does not take what is written; what it had before is intact."""
-
-    exit_code = 1
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
@@ -74,15 +68,6 @@ def remove(path):
         shutil.rmtree(gone)
 
 
-def sync(path):
-    """Have a file or a folder on the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
 def files_in(folder):
     return sorted(path for path in folder.rglob("*") if not path.is_dir())
 
@@ -96,7 +81,7 @@ def digest(path):
         return {"bytes": file.tell(), "sha256": sha256.hexdigest()}
 
 
-def newest_whole(folder, tell=tqdm.write):
+def newest_whole(folder, tell=say):
     """(the newest checkpoint whose files are those of its manifest, its state), or (None, None) where there is none.
 
     What is passed over is told. Raises UserError where there are checkpoints, and none is whole.
@@ -134,15 +119,20 @@ def check_whole(path):
 def random_state(generator):
     """The state of all random generators of this process, `generator` (torch's) among them, as JSON values."""
     kind, keys, *rest = numpy.random.get_state()
-    state = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
-    state |= {"torch": torch.get_rng_state().tolist(), "generator": generator.get_state().tolist()}
-    return state | {"cuda": [x.tolist() for x in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []}
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "generator": generator.get_state().tolist(),
+        "cuda": [x.tolist() for x in gpus],
+    }
 
 
 def restore_random_state(state, generator):
     """Set all random generators of this process."""
-    version, internal, following = state["python"]
-    random.setstate((version, tuple(internal), following))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
@@ -154,11 +144,11 @@ def restore_random_state(state, generator):
 # --- Agents that are models -------------------------------------------------------------------------------------------
 
 
-def save_agents(folder, agents, references=(), checkpoint=False):
+def save_agents(folder, agents, checkpoint=False):
     """Write each agent's `actor` and `tokenizer` as a Hugging Face folder agent_<i>, value head and critic beside them.
 
-    A checkpoint has their optimisers too, and fingerprints of the references, the initial models. A folder is whole or
-    not there: it is written aside, then renamed.
+    A checkpoint has their optimizers too, and the fingerprints of their references, the initial models. A folder is
+    whole or not there: it is written aside, then renamed.
     """
     for i, agent in enumerate(agents):
         final = Path(folder) / f"agent_{i}"
@@ -170,26 +160,32 @@ def save_agents(folder, agents, references=(), checkpoint=False):
         if agent.critic is not None:
             agent.critic.save_pretrained(aside / "critic")
         if checkpoint:
-            (aside / BASE).write_text(json.dumps({"fingerprint": fingerprint(references[i])}))
+            (aside / BASE).write_text(json.dumps({"fingerprint": fingerprint(agent.reference)}))
             for k, optimizer in enumerate(agent.optimizers):
                 save_optimizer(aside, optimizer, f"optimizer_{k}")
         remove(final)
         os.replace(aside, final)
 
 
-def load_agents(folder, agents, references, args):
+def load_agents(folder, agents):
     """Give the agents what save_agents wrote in a checkpoint. Raises UserError where it is of other models."""
-    for i, (agent, reference) in enumerate(zip(agents, references)):
+    for i, agent in enumerate(agents):
         path = Path(folder) / f"agent_{i}"
-        if read_json(path / BASE).get("fingerprint") != fingerprint(reference):
+        if read_json(path / BASE).get("fingerprint") != fingerprint(agent.reference):
             raise UserError(f"--resume: the run of {folder} began with another model than agent {i} has here")
-        agent.actor.load_state_dict(load_model(args, str(path), None, "--resume").state_dict())
+        load_weights(path, agent.actor)
         if agent.critic is not None:
-            critic = load_model(args, str(path / "critic"), None, "--resume", AutoModel)
-            agent.critic.load_state_dict(critic.state_dict())
+            load_weights(path / "critic", agent.critic)
         load_head(path / HEAD, agent.value_head)
         for k, optimizer in enumerate(agent.optimizers):
             load_optimizer(path, optimizer, f"optimizer_{k}")
+
+
+def load_weights(path, model):
+    """Give a model the weights in a Hugging Face folder of its own kind. Raises UserError."""
+    with loading("--resume", path):
+        saved = type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True)  # no pickles
+        model.load_state_dict(saved.state_dict())
 
 
 def load_head(path, head):
@@ -227,17 +223,6 @@ def save_tensors(tensors, path):
 
 def group_sizes(optimizer):
     return [len(group["params"]) for group in optimizer.param_groups]
-
-
-def read_json(path):
-    """The object in a JSON file. Raises UserError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read as JSON: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is to hold a JSON object, and holds {one_line(content, 80)}")
-    return content
 
 
 def read_tensors(path):

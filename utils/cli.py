@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+import pydantic
 import tyro
 
 
@@ -39,14 +40,74 @@ def one_line(text, most=200):
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def title(group):
-    return group.__name__.removesuffix("Args").lower()
+# --- Flags ------------------------------------------------------------------------------------------------------------
+
+
+def flags(cls):
+    """Make a class a pydantic dataclass of flags: a value that its annotation does not take is a UserError of one line.
+
+    This holds for arguments from Python too, where an int may stand for a float, and a list, or one string, for a
+    tuple. Numbers are those that float32 and int32 can hold: floats are finite, 0 or of a size from 1e-30 to 1e30.
+    """
+    config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+    cls = pydantic.dataclasses.dataclass(config=config)(cls)
+    check = cls.__init__
+
+    @functools.wraps(check)
+    def __init__(self, *values, **named):
+        for field in dataclasses.fields(cls):
+            value = named.get(field.name)
+            if isinstance(value, list):
+                named[field.name] = tuple(value)
+            elif isinstance(value, str) and isinstance(field.default, tuple):
+                named[field.name] = (value,)
+        try:
+            check(self, *values, **named)
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            raise UserError(refusal(first["loc"][0], first["msg"], first["input"])) from None
+        check_sizes(self)
+
+    cls.__init__ = __init__
+    return cls
+
+
+def check_sizes(args):
+    """Raise UserError for a number that int32 or float32 can't hold."""
+    for name, value in vars(args).items():
+        if isinstance(value, int) and abs(value) >= 2**31:
+            raise UserError(refusal(name, "Input should be at most 2147483647", value))
+        if isinstance(value, float) and value != 0 and not 1e-30 <= abs(value) <= 1e30:
+            raise UserError(refusal(name, "Input should be 0 or of a size from 1e-30 to 1e30", value))
+
+
+def refusal(name, takes, value):
+    return f"{flag_name(name)}: {takes}, got {one_line(value, 80)}"
+
+
+def flag_name(name):
+    """A field's name as it stands on the command line."""
+    return "--" + str(name).replace("_", "-")
+
+
+def check_needs(args, needs):
+    """Raise UserError for a flag that has no effect: `needs` has, by its name, that of the flag that is to be on.
+
+    A flag counts where it is not its default; the other is off where it is None, False, 0 or ().
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name, other in needs.items():
+        if getattr(args, name) != defaults[name] and not getattr(args, other):
+            raise UserError(f"{flag_name(name)} has no effect without {flag_name(other)}")
+
+
+# --- The command line -------------------------------------------------------------------------------------------------
 
 
 def parse(Args, argv=None, description=None, script=None):
     """Args from the command line. Each dataclass that Args inherits from is a group of --help under its docstring.
 
-    With --resume, flags that are not given are those of the run.
+    With --resume, flags that are not given are those of the run. Raises UserError.
     """
     args = parse_flags(Args, argv, description, {})
     if getattr(args, "resume", None):
@@ -57,23 +118,32 @@ def parse(Args, argv=None, description=None, script=None):
 
 
 def parse_flags(Args, argv, description, defaults):
+    """Args from the command line; `defaults` are {name: value} in place of those of the class."""
     groups = [base for base in Args.__mro__ if dataclasses.is_dataclass(base) and base is not Args]
     fields = []
     for group in groups:
-        own = {field.name: defaults[field.name] for field in dataclasses.fields(group) if field.name in defaults}
-        whole = dataclasses.field(default_factory=functools.partial(group, **own))
-        fields.append((title(group), tyro.conf.OmitArgPrefixes[group], whole))
+        names = {field.name for field in dataclasses.fields(group)}
+        own_defaults = {name: value for name, value in defaults.items() if name in names}
+        factory = functools.partial(group, **own_defaults)
+        fields.append((title(group), tyro.conf.OmitArgPrefixes[group], dataclasses.field(default_factory=factory)))
     nested = dataclasses.make_dataclass("Args", fields)
-    said = io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(errors):
             parsed = tyro.cli(nested, args=argv, description=description)
     except SystemExit as stop:
-        if stop.code:  # tyro's boxed message, down to its first rule, as one line
-            message = re.split(r"─{8,}", re.sub(r"[╭╰][^\n]*[╮╯]|│", "", said.getvalue()))[0]
-            raise UserError(one_line(message)) from None
-        raise
-    return Args(**{k: v for group in groups for k, v in vars(getattr(parsed, title(group))).items()})
+        if not stop.code:  # --help
+            raise
+        message = re.split(r"─{8,}", re.sub(r"[╭╰][^\n]*[╮╯]|│", "", errors.getvalue()))[0]  # tyro's box, to its rule
+        raise UserError(one_line(message)) from None
+    values = {}
+    for group in groups:
+        values |= vars(getattr(parsed, title(group)))
+    return Args(**values)
+
+
+def title(group):
+    return group.__name__.removesuffix("Args").lower()
 
 
 def find_run(resume, script):
@@ -92,32 +162,14 @@ def flags_of(folder, Args):
     """The flags of an earlier run of the same script, by name. Raises UserError where they are not to be had."""
     path = Path(folder) / "config.json"
     try:
-        flags = json.loads(path.read_text(encoding="utf-8"))["args"]
-        names, known = set(flags), {field.name for field in dataclasses.fields(Args)}
+        earlier = json.loads(path.read_text(encoding="utf-8"))["args"]
+        there = set(earlier)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--resume: {path} can't be read: {type(error).__name__}: {one_line(error)}") from error
-    if names != known:
-        raise UserError(f"--resume: {folder} is a run of another script or version: {', '.join(sorted(names ^ known))}")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
-
-
-# Flags that may change when a run is resumed: how it is kept, watched and computed, not what it learns.
-FREE = "resume output_dir overwrite save_interval keep_checkpoints reward_timeout micro_batch_size_per_gpu "
-FREE += "gradient_checkpointing track wandb_project_name wandb_entity wandb_run_name wandb_tags"
-
-
-def resumed_folder(args, script):
-    """The folder that --resume names. Raises UserError, with all of them, where flags differ from that run's."""
-    folder, differing = find_run(args.resume, script), []
-    for name, there in flags_of(folder, type(args)).items():
-        here = getattr(args, name)
-        longer = name == "num_train_epochs" and here > there
-        found = name == "max_model_len" and here is None  # what the model takes
-        if here != there and name not in FREE.split() and not longer and not found:
-            differing.append(f"--{name.replace('_', '-')} {there} there, {here} here")
-    if differing:
-        raise UserError(f"--resume {folder} goes on with that run's flags, and these differ: {'; '.join(differing)}")
-    return folder
+    here = {field.name for field in dataclasses.fields(Args)}
+    if there != here:
+        raise UserError(f"--resume: {folder} is a run of another script or version: {', '.join(sorted(there ^ here))}")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in earlier.items()}
 
 
 def command_line(main, Args, description):

@@ -26,42 +26,63 @@ import peft
 import torch
 import transformers
 import tyro
-from accelerate.utils import set_seed
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from utils.adapters import add_adapters, check_base, load_adapter, read_config
-from utils.checkpoint import WriteError, read_json
-from utils.cli import UserError, command_line, one_line
+from utils.cli import UserError, command_line, flags, one_line
 from utils.envs import Games, load_env
-from utils.episodes import Episodes, call
+from utils.files import WriteError, read_json, read_rows, write_whole
 from utils.models import check_model, load_model, load_tokenizer, per_agent
-from utils.prompts import encode_prompts, end_tokens, render, reply
-from utils.ranges import Count, Natural, Positive, check_ranges
-from utils.run import draw_curves, read_rows, write_whole
-from utils.tasks import load_datasets, load_task
+from utils.prompts import end_tokens, render, reply
+from utils.report import draw_curves
+from utils.tasks import load_items, load_task
+from utils.tasks.episodes import Episodes, call
 
-TEAMS, ROWS = ("untouched", "trained"), 64  # prompts answered at once
+TEAMS = ("untouched", "trained")
+ROWS = 64  # prompts answered at once
 # Flags of a run that must be there, with their types, and what stands for those that only some scripts have
-NEEDED = dict(seed=int, model=(str, list), num_agents=int, num_train_epochs=int, eval_size=int, trust_remote_code=bool)
-NEEDED |= dict(temperature=(int, float), top_p=(int, float), top_k=int, num_turns=int, max_new_tokens=int)
-NEEDED |= dict(dtype=str, mixed_precision=str, attn_implementation=str)
-ABSENT = dict(env=None, task=None, do_sample=True, min_p=0.0, repetition_penalty=1.0, min_output_tokens=0)
-ABSENT |= dict(max_model_len=None, early_termination_threshold=None, reward_timeout=None)
+NEEDED = {
+    "seed": int,
+    "model": (str, list),
+    "num_agents": int,
+    "num_train_epochs": int,
+    "eval_size": int,
+    "trust_remote_code": bool,
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": int,
+    "num_turns": int,
+    "max_new_tokens": int,
+    "dtype": str,
+    "mixed_precision": str,
+    "attn_implementation": str,
+}
+ABSENT = {
+    "task": None,
+    "do_sample": True,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "min_output_tokens": 0,
+    "max_model_len": None,
+    "early_termination_threshold": None,
+    "reward_timeout": None,
+}
 
 
-@dataclass
+@flags
 class EnjoyArgs:
     """What is shown, and how it is sampled."""
 
     run: tyro.conf.Positional[str] = ""  # folder of a finished run
-    items: Count = 4  # held-out items, or seeds of the environment: the first of the run's
+    items: PositiveInt = 4  # held-out items, or seeds of the environment: the first of the run's
     prompt: str | None = None  # a prompt of your own in their place
     html: str | None = None  # a page to write too; what is there is replaced
-    seed: Natural = 1  # seed of the sampling, the same for both teams
+    seed: NonNegativeInt = 1  # seed of the sampling, the same for both teams
     do_sample: bool = True  # sample as the run did; --no-do-sample: take the likeliest token
-    temperature: Positive | None = None  # the logits are divided by it; none: as in the run
+    temperature: PositiveFloat | None = None  # the logits are divided by it; none: as in the run
 
 
-@dataclass
+@flags
 class Args(EnjoyArgs):
     """All flags."""
 
@@ -76,32 +97,46 @@ class Writer:
 
 
 def read_run(run):
-    """A finished run's config.json, and its flags, under one name for all scripts. Raises UserError."""
+    """A finished run's config.json, and its flags, under one name for all scripts. Raises UserError.
+
+    Of `task` and `env` the flags have the one that the run was of, the script itself where neither was chosen.
+    """
     path = Path(run) / "config.json"
     if not os.path.isfile(path):  # False too for what can be no name
-        there = "it has no config.json" if os.path.isdir(run) else "there is no such folder"
-        raise UserError(f"a run's folder is needed, and {run or 'none'} is none: {there}")
-    flags = (config := read_json(path)).get("args")
-    flags = ABSENT | (flags if isinstance(flags, dict) else {})
-    flags["env"] = None if flags["task"] else flags["env"] or "guess"
-    flags.setdefault("num_turns", flags.get("max_turns") or (1 if flags["task"] else 6))
-    flags.setdefault("max_new_tokens", flags.get("max_output_tokens"))
+        problem = "it has no config.json" if os.path.isdir(run) else "there is no such folder"
+        raise UserError(f"a run's folder is needed, and {run or 'none'} is none: {problem}")
+    config = read_json(path)
+    saved = config.get("args")
+    values = ABSENT | (saved if isinstance(saved, dict) else {})
+    in_environment = "env" in values and not values["task"]
+    values["env"] = (values["env"] or script_of(config)) if in_environment else None
+    values["task"] = None if in_environment else values["task"] or script_of(config)
+    values.setdefault("num_turns", values.get("max_turns") or (6 if in_environment else 1))
+    values.setdefault("max_new_tokens", values.get("max_output_tokens") or (8 if in_environment else 72))
     for name, kind in NEEDED.items():
-        if not isinstance(flags.get(name), kind):
-            raise UserError(f"{path} is not of these scripts: {name} is {one_line(repr(flags.get(name)), 80)}")
+        if not isinstance(values.get(name), kind):
+            raise UserError(f"{path} is not of these scripts: {name} is {one_line(repr(values.get(name)), 80)}")
     if not torch.cuda.is_available():
-        flags["attn_implementation"] = flags["attn_implementation"].replace("flash_attention_2", "sdpa")
+        values["attn_implementation"] = values["attn_implementation"].replace("flash_attention_2", "sdpa")
     try:
-        script, rows = Path(config["command"][0]).name, read_rows(path.parent / "metrics.csv")
-        updates = int(flags["num_train_epochs"] * len(rows) / rows[-1]["epoch"] + 1e-3) if rows else 1
+        command = Path(config["command"][0]).name
+        rows = read_rows(path.parent / "metrics.csv")
+        updates = int(values["num_train_epochs"] * len(rows) / rows[-1]["epoch"] + 1e-3) if rows else 1
     except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{run} has no config.json and metrics.csv that can be read: {one_line(error)}") from error
-    missing = [i for i in range(flags["num_agents"]) if not (path.parent / f"agent_{i}").is_dir()]
+    missing = [i for i in range(values["num_agents"]) if not (path.parent / f"agent_{i}").is_dir()]
     if len(rows) < updates or missing:
-        told = f"{len(rows)} of {updates} updates are done" if rows else "no update is done"
-        told += f", and there is no agent_{missing[0]}" if missing else ""
-        raise UserError(f"{run} is not finished: {told}; go on with: python {script} --resume {run}")
-    return config, SimpleNamespace(**flags)
+        problem = f"{len(rows)} of {updates} updates are done" if rows else "no update is done"
+        if missing:
+            problem += f", and there is no agent_{missing[0]}"
+        raise UserError(f"{run} is not finished: {problem}; go on with: python {command} --resume {run}")
+    return config, SimpleNamespace(**values)
+
+
+def script_of(config):
+    """The run's script: where it was, or else of that name here."""
+    script = str(config.get("script"))
+    return script if os.path.isfile(script) else Path(script).name
 
 
 def load_teams(run, args):
@@ -111,19 +146,21 @@ def load_teams(run, args):
     for name in dict.fromkeys(names):
         check_model(name, "--model", args.trust_remote_code)
 
-    def load(name, *flag):
-        model = load_model(args, str(name), None, *flag)
-        return Writer(model.to("cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(args, str(name)))
+    def load(name, flag="--model"):
+        model = load_model(str(name), flag, args.dtype, args.attn_implementation, args.trust_remote_code)
+        tokenizer = load_tokenizer(str(name), flag, args.trust_remote_code)
+        return Writer(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
     bases = {name: load(name) for name in dict.fromkeys(names)}
     untouched = [bases[name] for name in names]
     if not hasattr(args, "lora_rank"):
         return untouched, [load(path, "the agent in") for path in folders]
-    adapters, base = [f"agent_{i}_actor" for i in range(args.num_agents)], untouched[0]
+    base = untouched[0]
     for path in folders:
         check_base(path, base.model, names[0])
     config = read_config(folders[0] / "actor")
     config.base_model_name_or_path = None
+    adapters = [f"agent_{i}_actor" for i in range(args.num_agents)]
     base.model = add_adapters(base.model, config, adapters)
     for path, adapter in zip(folders, adapters):
         load_adapter(path / "actor", base.model, adapter)
@@ -134,89 +171,138 @@ def load_teams(run, args):
 
 
 @torch.no_grad()
-def answer(writer, ids, mask, args):
+def respond(writer, ids, mask, args):
     """Continue B prompts, [B, P] with their mask: B lists of new ids, of which the last may be an end."""
-    model, new, ends = writer.model, [], end_tokens(writer.model, writer.tokenizer)
-    how = {"max_new_tokens": args.max_new_tokens, "min_new_tokens": args.min_output_tokens, "eos_token_id": ends}
-    how |= {"pad_token_id": writer.tokenizer.pad_token_id, "repetition_penalty": float(args.repetition_penalty)}
+    model = writer.model
+    ends = end_tokens(model, writer.tokenizer)
+    config = {
+        "max_new_tokens": args.max_new_tokens,
+        "min_new_tokens": args.min_output_tokens,
+        "eos_token_id": ends,
+        "pad_token_id": writer.tokenizer.pad_token_id,
+        "repetition_penalty": float(args.repetition_penalty),
+    }
     if args.do_sample:
-        how |= {"temperature": float(args.temperature), "top_p": float(args.top_p), "top_k": args.top_k}
-        how |= {"do_sample": True, "min_p": args.min_p or None}
+        config |= {
+            "do_sample": True,
+            "temperature": float(args.temperature),
+            "top_p": float(args.top_p),
+            "top_k": args.top_k,
+            "min_p": args.min_p or None,
+        }
     ids = torch.where(mask > 0, ids, ids.gather(1, mask.argmax(1, keepdim=True)))  # no padding to be penalised
+    responses = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(ids.device.type, torch.bfloat16, args.mixed_precision == "bf16"))
         if isinstance(model, peft.PeftModel):
-            model.set_adapter(writer.adapter) if writer.adapter else stack.enter_context(model.disable_adapter())
+            if writer.adapter:
+                model.set_adapter(writer.adapter)
+            else:
+                stack.enter_context(model.disable_adapter())
             model = model.get_base_model()
-        model.generation_config = transformers.GenerationConfig(**how)  # in place of what came with the model
+        model.generation_config = transformers.GenerationConfig(**config)  # in place of what came with the model
         for rows, attention in zip(ids.split(ROWS), mask.split(ROWS)):
-            new += model.generate(input_ids=rows, attention_mask=attention)[:, ids.shape[1] :].tolist()
-    return [row[: next((k + 1 for k, token in enumerate(row) if token in ends), len(row))] for row in new]
+            responses += model.generate(input_ids=rows, attention_mask=attention)[:, ids.shape[1] :].tolist()
+    return [up_to_end(response, ends) for response in responses]
+
+
+def up_to_end(ids, ends):
+    """The ids up to and including the first end."""
+    for k, token in enumerate(ids):
+        if token in ends:
+            return ids[: k + 1]
+    return ids
+
+
+def pad(rows, writer):
+    """B lists of ids as ids and mask [B, P], left-padded, on the model's device."""
+    padded = writer.tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt").to(writer.model.device)
+    return padded.input_ids, padded.attention_mask
+
+
+def room_of(writer):
+    """The positions that a model has."""
+    config = writer.model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or writer.tokenizer.model_max_length
 
 
 def write(writer, prompts, args):
-    """The answers to B prompts, strings with special tokens included."""
-    encoded = encode_prompts(prompts, writer.tokenizer, writer.model, args.max_new_tokens)
-    return writer.tokenizer.batch_decode(answer(writer, *encoded, args), skip_special_tokens=True)
+    """The responses to B prompts, strings with special tokens included. Raises UserError where there is no room."""
+    rows = writer.tokenizer(prompts, add_special_tokens=False).input_ids
+    longest = max(map(len, rows))
+    room = room_of(writer)
+    if longest + args.max_new_tokens > room:
+        raise UserError(f"{args.max_new_tokens} tokens after a prompt of {longest} exceed the model's {room} positions")
+    responses = respond(writer, *pad(rows, writer), args)
+    return writer.tokenizer.batch_decode(responses, skip_special_tokens=True)
 
 
 def play_task(team, task, items, args):
     """An episode of each item."""
-    episodes, rewards = Episodes(task, items, args), [[[] for _ in team] for _ in items]
+    limits = {"threshold": args.early_termination_threshold, "timeout": args.reward_timeout}
+    episodes = Episodes(task, items, len(team), args.num_turns, **limits)
+    rewards = [[[] for _ in team] for _ in items]
     while episodes.running:
-        numbers = [*episodes.running]
+        numbers = list(episodes.running)
         prompts = [episodes.prompts(i, writer.tokenizer) for i, writer in enumerate(team)]
-        texts = [write(writer, asked, args) for writer, asked in zip(team, prompts)]
-        for i, given in enumerate(episodes.play(texts, prompts)[0]):
-            for k, reward in zip(numbers, given):
+        responses = [write(writer, texts, args) for writer, texts in zip(team, prompts)]
+        team_rewards, _ = episodes.score(responses, prompts)
+        for i, agent_rewards in enumerate(team_rewards):
+            for k, reward in zip(numbers, agent_rewards):
                 rewards[k][i].append(reward)
-    asked = [[[*map(last_said, prompts)] for prompts in of_item] for of_item in episodes.asked]
-    return [episode(*parts) for parts in zip(rewards, asked, episodes.answered)]
+    prompts = [[list(map(last_message, agent)) for agent in of_item] for of_item in episodes.prompt_history]
+    return [episode(*histories) for histories in zip(rewards, prompts, episodes.response_history)]
 
 
 def play_env(team, factory, items, args):
-    """An episode of each item, a seed, of one agent; what is said to it are the observations."""
+    """An episode of each item, a seed, of one agent, whose prompts are the observations."""
     games = Games(factory, [item["seed"] for item in items], args.num_turns, args.reward_timeout)
-    (writer,), ids, asked, texts = team, {}, [[] for _ in items], [[] for _ in items]
-    model, tokenizer = writer.model, writer.tokenizer
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokenizer.model_max_length
+    (writer,) = team
+    tokenizer = writer.tokenizer
+    room = min(args.max_model_len or room_of(writer), room_of(writer))
+    transcripts = [[] for _ in items]  # ids
+    prompts = [[] for _ in items]
+    responses = [[] for _ in items]
     while games.running:
-        playing = [*games.running]
+        playing = list(games.running)
         for k in playing:
-            asked[k].append(games.observations[k])
-            if k not in ids:
-                first = render([{"role": "user", "content": asked[k][0]}], tokenizer)
-                ids[k] = tokenizer(first, add_special_tokens=False).input_ids
-        padded = tokenizer.pad({"input_ids": [ids[k] for k in playing]}, padding_side="left", return_tensors="pt")
-        answers = answer(writer, *(padded[name].to(model.device) for name in ("input_ids", "attention_mask")), args)
-        said = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        games.step(said)
-        for k, new, text in zip(playing, answers, said):
-            texts[k].append(text)
+            prompts[k].append(games.observations[k])
+            if not transcripts[k]:
+                first = render([{"role": "user", "content": prompts[k][0]}], tokenizer)
+                transcripts[k] = tokenizer(first, add_special_tokens=False).input_ids
+        new_ids = respond(writer, *pad([transcripts[k] for k in playing], writer), args)
+        texts = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
+        games.step(texts)
+        for k, ids, text in zip(playing, new_ids, texts):
+            responses[k].append(text)
             if k in games.running:
-                ids[k] = ids[k] + new + reply(games.observations[k], new[-1], tokenizer)
-                if len(ids[k]) + args.max_new_tokens > min(args.max_model_len or room, room):
+                transcripts[k] = transcripts[k] + ids + reply(games.observations[k], ids[-1], tokenizer)
+                if len(transcripts[k]) + args.max_new_tokens > room:
                     games.stop(k)
-    played = enumerate(zip(games.rewards, asked, texts))
-    return [episode(*([part] for part in parts), games.dropped.get(k)) for k, parts in played]
+    episodes = []
+    for k in range(len(items)):
+        episodes.append(episode([games.rewards[k]], [prompts[k]], [responses[k]], games.dropped.get(k)))
+    return episodes
 
 
 def play_prompt(team, task, items, args):
-    """Each agent's answer to a prompt of the user's, put as the task puts an item's where it can."""
-    asked, texts, (item,) = [], [], items
+    """Each agent's response to a prompt of the user's, put as the task puts an item's where it can."""
+    (item,) = items
+    prompts = []
+    responses = []
     formatters = getattr(task, "formatters", None)
     formatters = formatters if isinstance(formatters, (list, tuple)) else [formatters] * len(team)
     for i, (writer, formatter) in enumerate(zip(team, formatters)):
         prompt = [{"role": "user", "content": item["prompt"]}]
         with contextlib.suppress(Exception):  # a formatter that wants more of an item, or none
             formatted = call(formatter, item, agent=i, num_agents=len(team))
-            prompt = formatted if item["prompt"] in last_said(formatted) else prompt
-        asked.append([last_said(prompt)])
-        texts.append(write(writer, [render(prompt, writer.tokenizer)], args))
-    return [episode([[] for _ in team], asked, texts, "a prompt of your own has none")]
+            prompt = formatted if item["prompt"] in last_message(formatted) else prompt
+        prompts.append([last_message(prompt)])
+        responses.append(write(writer, [render(prompt, writer.tokenizer)], args))
+    return [episode([[] for _ in team], prompts, responses, "a prompt of your own has none")]
 
 
-def last_said(prompt):
+def last_message(prompt):
     """What a prompt, text or chat messages, says last."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
@@ -231,28 +317,32 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None):
     """What both teams write, a dict for each item: the `item`, and the episodes of `untouched` and `trained`.
 
     An episode has the team's `reward` (or None, and a `note` that says why) and, lists of N lists over the turns,
-    `rewards`, `prompts` (what was said to an agent last) and `completions`. Raises UserError.
+    `rewards`, `prompts` (the last message of each) and `completions`. Raises UserError.
     """
     _, args = read_run(run)
-    args.do_sample, args.temperature = do_sample and args.do_sample, temperature or args.temperature
+    args.do_sample = do_sample and args.do_sample
+    args.temperature = temperature or args.temperature
     if prompt is not None and (not prompt.strip() or prompt != prompt.encode(errors="replace").decode()):
         raise UserError(f"--prompt takes a text, got {one_line(ascii(prompt), 80)}")
     if args.task:
-        play, subject = play_task, load_task(args.task, args.num_agents, args.num_turns)
-        chosen = load_datasets(subject, args, 0)[1] if prompt is None else []
-        chosen = [chosen[k] for k in range(min(items, len(chosen)))]
+        play = play_task
+        subject = load_task(args.task, args.num_agents, args.num_turns)
+        held_out = load_items(subject, args, args.seed, 0)[1] if prompt is None else []
+        chosen = [held_out[k] for k in range(min(items, len(held_out)))]
     else:
-        play, subject = play_env, load_env(args.env, args.num_turns)[0]
+        play = play_env
+        subject, _ = load_env(args.env, args.num_turns)
         chosen = [{"seed": 500_000 + 1_000_000 * args.seed + k} for k in range(items)]
     if prompt is not None:
-        play, chosen = play_prompt, [{"prompt": prompt}]
+        play = play_prompt
+        chosen = [{"prompt": prompt}]
     if not chosen:
         raise UserError(f"--task {args.task} has no held-out items; --prompt takes one of your own")
-    played = []
+    episodes = []
     for team in load_teams(run, args):
-        set_seed(seed)
-        played.append(play(team, subject, chosen, args))
-    return [{"item": item} | dict(zip(TEAMS, pair)) for item, *pair in zip(chosen, *played)]
+        transformers.set_seed(seed)
+        episodes.append(play(team, subject, chosen, args))
+    return [{"item": item} | dict(zip(TEAMS, pair)) for item, *pair in zip(chosen, *episodes)]
 
 
 # --- Showing ----------------------------------------------------------------------------------------------------------
@@ -266,16 +356,17 @@ def mean_rewards(samples):
     return means, f"mean reward over {len(pairs)} item{'s' * (len(pairs) != 1)}"
 
 
-def earned(team):
+def reward_text(team):
     return f"no reward: {team['note']}" if team["note"] else f"reward {team['reward']:.3f}"
 
 
 def turns(team, agent):
-    """What an agent was told and wrote in each turn, and what it earned, where the team's reward does not say it."""
+    """Prompt and response of an agent in each turn, and its reward, where the team's does not say it."""
     rewards = team["rewards"]
-    known = team["note"] or len(rewards[agent]) == 1 and len({*map(tuple, rewards)}) == 1
-    told = [""] * len(team["completions"][agent]) if known else [f"reward {x:.3f}" for x in rewards[agent]]
-    return zip(team["prompts"][agent], team["completions"][agent], told)
+    texts = [f"reward {reward:.3f}" for reward in rewards[agent]]
+    if team["note"] or len(rewards[agent]) == 1 and len({*map(tuple, rewards)}) == 1:
+        texts = [""] * len(team["completions"][agent])
+    return zip(team["prompts"][agent], team["completions"][agent], texts)
 
 
 def facts(item):
@@ -292,7 +383,8 @@ def printable(text):
 def as_text(samples, width=None):
     """The samples for a terminal, the two teams in columns."""
     width = width or min(160, shutil.get_terminal_size((120, 24)).columns)
-    column, lines = max(20, (width - 3) // 2), []
+    column = max(20, (width - 3) // 2)
+    lines = []
     for k, sample in enumerate(samples, 1):
         lines += ["", f"--- item {k} of {len(samples)} ".ljust(width, "-")]
         lines += [line for fact in facts(sample["item"]) for line in textwrap.wrap(": ".join(fact), width)]
@@ -305,7 +397,7 @@ def as_text(samples, width=None):
                     cell += [line for part in text.split("\n") for line in textwrap.wrap(part, column)]
             for row in itertools.zip_longest(*cells, fillvalue=""):
                 lines.append(" | ".join(text.ljust(column) for text in row).rstrip(" |"))
-        lines += ["", *(f"{name}: {earned(sample[name])}" for name in TEAMS)]
+        lines += ["", *(f"{name}: {reward_text(sample[name])}" for name in TEAMS)]
     means, title = mean_rewards(samples)
     lines += ["", f"{title}: " + ", ".join(f"{name} {x:.3f}" for name, x in means.items())] if means else []
     return printable("\n".join(lines))
@@ -350,8 +442,8 @@ def table(pairs):
     return tag("dl", "".join(tag("dt", safe(name)) + tag("dd", safe(text)) for name, text in pairs))
 
 
-def told(title, prompt):
-    """What was said to an agent, folded where it is long."""
+def folded(title, prompt):
+    """A prompt, folded where it is long."""
     text = tag("p", safe(prompt), "soft")
     return tag("details", tag("summary", title) + text) if len(prompt) > 100 else text
 
@@ -363,10 +455,10 @@ def beside(titles, inners):
 
 
 def dialogue(team, agent):
-    """All turns of an agent, but for what was said to it first."""
+    """All turns of an agent, but for its first prompt."""
     shown = ""
     for turn, (prompt, text, reward) in enumerate(turns(team, agent)):
-        shown += told("what it was told", prompt) if turn else ""
+        shown += folded("what it was told", prompt) if turn else ""
         shown += tag("p", (safe(text) if text.strip() else "(nothing)") + f' <span class="soft">{reward}</span>')
     return shown
 
@@ -387,34 +479,38 @@ def curves(run):
 
 def page(run, samples):
     """What `show` found as a page of HTML that needs no other file, no network, no script. Raises UserError."""
-    (config, args), run, (means, title) = read_run(run), Path(run).resolve(), mean_rewards(samples)
+    config, args = read_run(run)
+    run = Path(run).resolve()
+    means, title = mean_rewards(samples)
     models = ", ".join(dict.fromkeys(per_agent("--model", args.model, args.num_agents)))
     body = tag("h1", safe(run.name)) + tag("p", safe(f"What its agents write, beside the untouched {models}."))
     body += beside([f"{title}, {name}" for name in means], [tag("b", f"{x:.3f}") for x in means.values()])
     image = f'<img alt="Curves of the run: rewards, lengths and losses, update by update" src="{curves(run)}">'
     body += f'<figure tabindex="0">{image}</figure>\n' + tag("h2", "What they write")
     for k, sample in enumerate(samples, 1):
-        teams, inner = [sample[name] for name in TEAMS], tag("h3", f"Item {k} of {len(samples)}")
-        inner += table(facts(sample["item"]))
+        teams = [sample[name] for name in TEAMS]
+        inner = tag("h3", f"Item {k} of {len(samples)}") + table(facts(sample["item"]))
         for agent, prompts in enumerate(teams[1]["prompts"]):
-            inner += told(f"what agent {agent} was told", prompts[0]) if prompts else ""
+            inner += folded(f"what agent {agent} was told", prompts[0]) if prompts else ""
             inner += beside([f"agent {agent}, {name}" for name in TEAMS], [dialogue(team, agent) for team in teams])
-        rewards = [tag("b", safe(earned(team))) for team in teams]
+        rewards = [tag("b", safe(reward_text(team))) for team in teams]
         body += tag("article", inner + beside(TEAMS, rewards))
     chosen = "task env dataset num_agents num_turns max_new_tokens num_train_epochs seed temperature".split()
-    how = [("command", shlex.join(["python", *map(str, config["command"])])), ("commit", config.get("git_commit"))]
-    how += [("model", models)]
-    how += [(name, getattr(args, name)) for name in chosen if getattr(args, name, None) is not None]
-    how += [("versions", str(config.get("versions")).strip("{}").replace("'", ""))]
-    flags = tag("details", tag("summary", "all flags") + table(config["args"].items()))
-    body += tag("h2", "How it was trained") + table(how) + flags
+    how = [
+        ("command", shlex.join(["python", *map(str, config["command"])])),
+        ("commit", config.get("git_commit")),
+        ("model", models),
+        *((name, getattr(args, name)) for name in chosen if getattr(args, name, None) is not None),
+        ("versions", str(config.get("versions")).strip("{}").replace("'", "")),
+    ]
+    all_flags = tag("details", tag("summary", "all flags") + table(config["args"].items()))
+    body += tag("h2", "How it was trained") + table(how) + all_flags
     head = HEAD + tag("title", f"{safe(run.name)}: trained and untouched") + tag("style", STYLE)
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}</head>\n<body>\n{body}</body>\n</html>\n'
 
 
 def main(args):
     """Show what the teams write, and write the page if one is asked for; returns what `show` does."""
-    check_ranges(args)
     file = Path(args.html or "page.html")
     if os.path.isdir(file) or not os.path.isdir(file.parent):
         raise UserError(f"--html takes a file to write, in a folder that is there, got {one_line(file, 80)}")

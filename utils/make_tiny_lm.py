@@ -6,23 +6,38 @@ A Llama of about a million parameters with a word-level byte-level BPE and a cha
 made_text.py. It is an ordinary Hugging Face folder: AutoModelForCausalLM and AutoTokenizer open it like any other.
 """
 
-import argparse
 import math
 import random
 import time
 from pathlib import Path
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from utils.made_text import games, posts, programs
+from utils.cli import command_line, flags
+from utils.tasks.made_text import games, posts, programs
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+
+
+@flags
+class TinyArgs:
+    """How the model is made, and where it goes."""
+
+    out: str = str(Path(__file__).parent / "tiny_lm")  # the folder to write
+    steps: PositiveInt = 1500  # optimiser steps
+    seed: NonNegativeInt = 1  # seed of text, weights and order
+
+
+@flags
+class Args(TinyArgs):
+    """All flags."""
 
 
 def chats(size, seed):
@@ -118,12 +133,8 @@ def held_out_loss(model, tokenizer, size=500, seed="held out"):
     return total / count
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny_lm", help="the folder to write")
-    parser.add_argument("--steps", type=int, default=1500, help="optimiser steps (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of text, weights and order (default %(default)s)")
-    args = parser.parse_args()
+def main(args):
+    """Make the tokenizer and the model, and write them."""
     start = time.time()
     torch.manual_seed(args.seed)
 
@@ -168,4 +179,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line(main, Args, __doc__)

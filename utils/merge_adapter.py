@@ -7,7 +7,6 @@ AutoModelForCausalLM and AutoTokenizer open OUT like any other model.
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,11 +16,11 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from utils.adapters import BASE, CONFIG, WEIGHTS, add_adapters, check_base, load_adapter, read_config, read_json
-from utils.cli import UserError, command_line
+from utils.cli import UserError, command_line, flags
 from utils.models import load_model
 
 
-@dataclass
+@flags
 class MergeArgs:
     """What is merged, and where to."""
 
@@ -32,16 +31,15 @@ class MergeArgs:
     trust_remote_code: bool = False  # run code that comes with a hub model
 
 
-@dataclass
+@flags
 class Args(MergeArgs):
     """All flags."""
-
-    attn_implementation = "sdpa"
 
 
 def main(args):
     """Merge, and write the folder aside, then rename it. Raises UserError."""
-    agent, out = Path(args.agent), Path(args.out)
+    agent = Path(args.agent)
+    out = Path(args.out)
     if not args.agent or not args.out:
         raise UserError("two folders are needed: an agent's, and one to write, as in RUN/agent_0 OUT")
     if out.exists():
@@ -49,8 +47,10 @@ def main(args):
     for file in (agent / BASE, agent / "actor" / CONFIG, agent / "actor" / WEIGHTS):
         if not file.is_file():
             raise UserError(f"{agent} is no agent's folder with a LoRA adapter: there is no {file}")
-    name, config = args.model or read_json(agent / BASE).get("base"), read_config(agent / "actor")
-    config.base_model_name_or_path, base = None, load_model(args, str(name))
+    name = args.model or read_json(agent / BASE).get("base")
+    config = read_config(agent / "actor")
+    config.base_model_name_or_path = None
+    base = load_model(str(name), dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     check_base(agent, base, name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(agent)

@@ -13,22 +13,22 @@ import glob
 import itertools
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from utils.cli import UserError, command_line, one_line
-from utils.ranges import check_ranges
-from utils.run import COLORS, FolderArgs, read_rows, smooth
+from utils.cli import UserError, command_line, flag_name, flags, one_line
+from utils.files import read_rows
+from utils.report import COLORS, smooth
+from utils.run import FolderArgs
 
 LINES, MARKERS = ["-", "--", "-.", ":"], ["", "o", "s", "^", "D", "v", "P", "X"]
 RESAMPLES = 10_000  # drawn for an interval, where there are too many to take each
 KINDS = ("interquartile mean", "mean")  # aggregates over tasks
 REPEATS = 2000  # resamples for an interval by rliable, which is slow
-FREE = {"--seed", *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(FolderArgs))}
+FREE = {"--seed", "--reward-timeout", *(flag_name(field.name) for field in dataclasses.fields(FolderArgs))}
 BROKEN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, csv.Error)  # what a bad file raises
 READ_AS = "Means over seeds; reward and log-probability are of the last tenth of updates. In brackets are 95 % "
 READ_AS += "intervals, a percentile bootstrap over seeds, which of fewer than five is no wider than the seeds. The "
@@ -36,7 +36,7 @@ READ_AS += "threshold is reached at the first update whose reward, smoothed over
 READ_AS += "seeds, and how many reached it. Time is without held-out evaluation."
 
 
-@dataclass
+@flags
 class PlotArgs:
     """What is compared, and where the figures go."""
 
@@ -47,7 +47,7 @@ class PlotArgs:
     ranges: tuple[str, ...] = ()  # TASK=LOW:HIGH each, 0 and 1 in the aggregates; else the mean first and best reward
 
 
-@dataclass
+@flags
 class Args(PlotArgs):
     """All flags."""
 
@@ -93,15 +93,16 @@ def read(folder):
     """The task and the Curve of a run folder. Raises UserError."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        args, rows = config["args"], read_rows(folder / "metrics.csv")
+        args = config["args"]
+        rows = read_rows(folder / "metrics.csv")
         if (folder / "times.csv").is_file():  # where the columns of time are kept apart
             rows = [row | times for row, times in zip(rows, read_rows(folder / "times.csv"), strict=True)]
-        flags = {"script": Path(config["command"][0]).name}
-        flags |= {f"--{name.replace('_', '-')}": value for name, value in args.items()}
-        subject, seed = args.get("task") or args.get("env") or "guess", int(args["seed"])
+        values = {"script": Path(config["command"][0]).name}
+        values |= {flag_name(name): value for name, value in args.items()}
+        seed = int(args["seed"])
         seconds = [sum(value for name, value in row.items() if name.startswith("time/")) for row in rows]
         steps, rewards = np.array([[row["global_step"], row["reward_mean"]] for row in rows], float).reshape(-1, 2).T
-        task = Path(subject).stem if subject.endswith(".py") else subject
+        task = task_of(config)
     except BROKEN as error:
         raise UserError(f"{folder} is no run that can be read: {type(error).__name__}: {one_line(error)}") from error
     if not rows:
@@ -114,23 +115,36 @@ def read(folder):
     held_out = [np.nan, *(reward for reward in held_out if reward is not None)][-1]
     numbers = float(rewards[0]), float(rewards[last].mean()), held_out, float(logprobs.mean())
     smoothed = np.array(smooth(rewards.tolist()))
-    return task, Curve(folder, flags, seed, steps, np.cumsum(seconds), smoothed, *numbers)
+    return task, Curve(folder, values, seed, steps, np.cumsum(seconds), smoothed, *numbers)
+
+
+def task_of(config):
+    """The name of what a run was trained on, from its config.json."""
+    args = config["args"]
+    subject = args.get("task") or args.get("env")
+    if subject is None:
+        if "script" not in config:  # an earlier version's
+            return "guess"
+        return "the script's environment" if "env" in args else "the script's task"
+    return Path(subject).stem if subject.endswith(".py") else subject
 
 
 def check_seeds(curves, name):
     """Raise UserError unless the curves, sorted by seed, are of one command and many seeds; name those cut short."""
-    first, longest = curves[0], max(len(curve.steps) for curve in curves)
+    first = curves[0]
+    longest = max(len(curve.steps) for curve in curves)
     for before, curve in zip([first, *curves], curves):
-        here, there = curve.flags, first.flags
+        here = curve.flags
+        there = first.flags
         differing = [flag for flag in there if flag in here and here[flag] != there[flag] and flag not in FREE]
         if differing:
-            told = "; ".join(f"{flag} {there[flag]} and {here[flag]}" for flag in differing)
-            raise UserError(f"{name}: {first.folder} and {curve.folder} differ in more than the seed: {told}")
+            both = "; ".join(f"{flag} {there[flag]} and {here[flag]}" for flag in differing)
+            raise UserError(f"{name}: {first.folder} and {curve.folder} differ in more than the seed: {both}")
         if before is not curve and before.seed == curve.seed:
             raise UserError(f"{name}: {before.folder} and {curve.folder} are the same seed, {curve.seed}")
         if len(curve.steps) < longest:
-            told = f"{name}: {curve.folder} has {len(curve.steps)} of its siblings' {longest} updates"
-            print(f"{told}; the curve ends there, and the table takes it as it is")
+            short = f"{name}: {curve.folder} has {len(curve.steps)} of its siblings' {longest} updates"
+            print(f"{short}; the curve ends there, and the table takes it as it is")
 
 
 def interval(values):
@@ -284,8 +298,8 @@ def aggregate(groups, ranges=None):
         finals = {task: [curve.final for curve in groups[label, task]] for task in common}
         seeds = {len(values) for values in finals.values()}
         if len(seeds) > 1 or 1 in seeds:
-            told = ", ".join(f"{len(values)} of {task}" for task, values in finals.items())
-            raise UserError(f"it takes as many seeds of each task, two or more, and {label} has {told}")
+            counts = ", ".join(f"{len(values)} of {task}" for task, values in finals.items())
+            raise UserError(f"it takes as many seeds of each task, two or more, and {label} has {counts}")
         scores[label] = np.array([(np.array(finals[t]) - low) / (high - low) for t, (low, high) in scales.items()]).T
     try:
         from rliable import library, metrics
@@ -308,9 +322,9 @@ def aggregate_lines(found):
     lines = markdown("label|seeds of each task|interquartile mean|mean", rows)
     scales = "; ".join(f"{task} {low:.2f} and {high:.2f}" for task, (low, high) in found["scales"].items())
     left_out = f" Left out, as not every label has them: {', '.join(found['left_out'])}." if found["left_out"] else ""
-    told = f"Final rewards, each task on a scale where these are 0 and 1: {scales}.{left_out} In brackets are 95 % "
-    told += f"intervals, a percentile bootstrap over seeds, stratified by task ({REPEATS} resamples, rliable)."
-    return [*lines, told, ""]
+    text = f"Final rewards, each task on a scale where these are 0 and 1: {scales}.{left_out} In brackets are 95 % "
+    text += f"intervals, a percentile bootstrap over seeds, stratified by task ({REPEATS} resamples, rliable)."
+    return [*lines, text, ""]
 
 
 def draw_aggregate(found, path):
@@ -362,7 +376,6 @@ def by_task(flag, texts, form, tasks):
 
 def main(args):
     """Read, draw, write. Raises UserError."""
-    check_ranges(args)
     if not args.runs:
         raise UserError('--runs takes one or more "LABEL:GLOB" of run folders')
     groups, folder = load(args.runs), Path(args.output_dir)

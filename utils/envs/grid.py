@@ -12,7 +12,8 @@ played, the goals further off are out of reach: it is the share of the 240 pairs
 import itertools
 import random
 
-SIDE, STEPS = 4, 12
+SIDE = 4
+MAX_STEPS = 12
 SQUARES = list(itertools.product(range(1, SIDE + 1), repeat=2))  # (column, row)
 MOVES = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}
 
@@ -25,24 +26,27 @@ class Env:
     def reset(self, seed=None):
         rng = random.Random(None if seed is None else f"grid {seed}")
         self.square, self.goal = rng.sample(SQUARES, 2)
-        self.shortest, self.steps = distance(self.square, self.goal), 0
+        self.shortest = distance(self.square, self.goal)
+        self.steps = 0
         rule = "Columns count from the left, rows from the bottom. Say up, down, left or right."
         return f"{self.observation()} {rule}", {}
 
     def observation(self):
-        (column, row), (to_column, to_row) = self.square, self.goal
-        return f"Walk from column {column} row {row} to column {to_column} row {to_row}."
+        start = "column {} row {}".format(*self.square)
+        goal = "column {} row {}".format(*self.goal)
+        return f"Walk from {start} to {goal}."
 
     def step(self, answer):
         self.steps += 1
         move = MOVES.get(answer.strip().lower())
         if move is None:
             return "not a step", 0.0, True, False, {}
-        moved = self.square[0] + move[0], self.square[1] + move[1]
-        self.square = moved if moved in SQUARES else self.square
+        square = (self.square[0] + move[0], self.square[1] + move[1])
+        if square in SQUARES:
+            self.square = square
         if self.square == self.goal:
-            return "there", 1 - (self.steps - self.shortest) / STEPS, True, False, {}
-        if self.steps == STEPS:
+            return "there", 1 - (self.steps - self.shortest) / MAX_STEPS, True, False, {}
+        if self.steps == MAX_STEPS:
             return "out of steps", 0.0, True, False, {}
         return self.observation(), 0.0, False, False, {}
 

@@ -1,69 +1,90 @@
-"""Guess a hidden number from 1 to 16 in at most six turns, told higher or lower after each; the sooner the better.
+"""Guess a secret number from 1 to 16 in at most six turns, with "higher" or "lower" after each.
 
-The number is uniform. A turn earns what may be expected of it, given all answers before, so that luck is neither paid
-nor punished: half the probability that it meets the number; half the bits that its answer tells (met, higher or lower:
-its entropy), as a share of the log2(16) = 4 there are; and every turn but the first costs 1/6. So a number that was
-ruled out is a loss. An answer that is not a number of at most three digits ends the game and costs 1.
-
-All answers up to a number found tell 4 bits, so a number found at turn t is worth 1/2 + 1/2 - (t - 1) / 6 = (7 - t) / 6
-on average. Optimal play is known. Turn t can ask 2^(t - 1) different numbers, one for each way in which the turns
-before may have been answered, and asking for the middle of what is left asks that many while there are any: of the 16,
-one is found at turn 1, 2 at turn 2, 4 at turn 3, 8 at turn 4 and the last at turn 5, after 3.375 turns on average.
-The expected score is (7 - 3.375) / 6 = 29 / 48 = 0.604.
+The default environment of ppo_llm.py: python ppo_llm.py --env guess
 """
 
 import functools
 import math
 import random
 
-HIGH, TURNS = 16, 6
+MAX_NUMBER = 16
+MAX_GUESSES = 6
 
 
 class Env:
+    """A game of guessing a secret number, uniform from 1 to 16, with Gymnasium's reset and step on text.
+
+    A guess earns its expected value (see guess_value), so that luck is neither paid nor punished, and each but the
+    first costs 1/6: the sooner the better. An answer that is no number of one to three digits ends the game with -1.
+    """
+
     def reset(self, seed=None):
-        self.number = random.Random(None if seed is None else f"guess {seed}").randint(1, HIGH)
-        self.turn, self.low, self.high = 0, 1, HIGH
-        return f"I think of a number from 1 to {HIGH}. Guess it.", {}
+        rng = random.Random(None if seed is None else f"guess {seed}")
+        self.secret = rng.randint(1, MAX_NUMBER)
+        self.num_guesses = 0
+        self.low = 1  # the secret is from low to high, by the observations so far
+        self.high = MAX_NUMBER
+        return f"I think of a number from 1 to {MAX_NUMBER}. Guess it.", {}
 
     def step(self, answer):
-        self.turn += 1
-        said = answer.strip()
-        if not (said.isascii() and said.isdigit() and len(said) < 4):
+        """Returns observation, reward, terminated, truncated, info."""
+        self.num_guesses += 1
+        answer = answer.strip()
+        if not (answer.isascii() and answer.isdigit() and len(answer) <= 3):
             return "not a number", -1.0, True, False, {}
-        said = int(said)
-        reward = worth(self.low, said, self.high) - (self.turn > 1) / TURNS
-        if said == self.number:
+
+        guess = int(answer)
+        reward = guess_value(self.low, guess, self.high)
+        if self.num_guesses > 1:
+            reward -= 1 / MAX_GUESSES
+
+        if guess == self.secret:
             return "met", reward, True, False, {}
-        if said < self.number:
-            self.low = max(self.low, said + 1)
+        if guess < self.secret:
+            observation = "higher"
+            self.low = max(self.low, guess + 1)
         else:
-            self.high = min(self.high, said - 1)
-        if self.turn == TURNS:
+            observation = "lower"
+            self.high = min(self.high, guess - 1)
+        if self.num_guesses == MAX_GUESSES:
             return "out of turns", reward, True, False, {}
-        return "higher" if said < self.number else "lower", reward, False, False, {}
+        return observation, reward, False, False, {}
 
 
-def worth(low, said, high):
-    """What may be expected of asking for a number where the hidden one is from low to high."""
-    if not low <= said <= high:
+def guess_value(low, guess, high):
+    """What a guess is worth where the secret is uniform from low to high; 0 for a number that is ruled out.
+
+    Half the probability to meet the secret, and half the entropy of the observation, as a share of all 4 bits.
+    """
+    if not low <= guess <= high:
         return 0.0
-    left = high - low + 1
-    bits = sum(n / left * math.log2(left / n) for n in (said - low, 1, high - said) if n)
-    return 0.5 / left + 0.5 * bits / math.log2(HIGH)
+    candidates = high - low + 1
+    outcomes = (guess - low, 1, high - guess)  # candidates that are lower, met, higher
+    entropy = sum(count / candidates * math.log2(candidates / count) for count in outcomes if count > 0)
+    return 0.5 / candidates + 0.5 * entropy / math.log2(MAX_NUMBER)
 
 
 @functools.cache
-def expected(left, turns):
-    """The expected sum of the rewards of optimal play, with so many numbers and turns left."""
-    if left == 0 or turns == 0:
+def optimal_score(candidates, guesses):
+    """The expected sum of rewards of optimal play with so many candidates and guesses left."""
+    if candidates == 0 or guesses == 0:
         return 0.0
-
-    def later(n):  # an answer that leaves n numbers, which is n times in `left`
-        return n / left * (expected(n, turns - 1) - (turns > 1) / TURNS)
-
-    return max(worth(1, said, left) + later(said - 1) + later(left - said) for said in range(1, left + 1))
+    scores = []
+    for guess in range(1, candidates + 1):
+        score = guess_value(1, guess, candidates)
+        if guesses > 1:
+            for remaining in (guess - 1, candidates - guess):
+                probability = remaining / candidates
+                score += probability * (optimal_score(remaining, guesses - 1) - 1 / MAX_GUESSES)
+        scores.append(score)
+    return max(scores)
 
 
 def optimum(max_turns):
-    """The expected score of optimal play in so many turns."""
-    return expected(HIGH, min(TURNS, max_turns))
+    """The expected score of optimal play in so many turns: 29 / 48 = 0.604 for five or more.
+
+    Guessing the middle of what is left meets one of the 16 secrets at turn 1, 2 at turn 2, 4 at turn 3, 8 at turn 4 and
+    the last at turn 5, after 3.375 turns on average. A secret that is met has given all 4 bits, so the values add up to
+    1 on average, and the score is 1 - (3.375 - 1) / 6.
+    """
+    return optimal_score(MAX_NUMBER, min(MAX_GUESSES, max_turns))

@@ -1,17 +1,17 @@
-"""Tasks: load one by name or from a file, and its data from the task itself or from a dataset of yours.
+"""Tasks: load one by name or from a file, and its items from the task itself or from a dataset of yours.
 
 A task is a module (or any object) with
 
     train_dataset(size, seed), eval_dataset(size, seed) -> datasets.Dataset; the second may be left out
     formatters: one callable, or a list of one for each agent; item -> str, or chat messages for the tokenizer's
-        template; it gets, if it names it, `agent` (the agent's number, from 0)
+        template; it gets, if it names it, `agent` (the agent's number, from 0) and `num_agents`
     reward_func(*completions): N lists of B strings -> B floats (one joint reward each), or N lists of B floats (one
         list for each agent); it gets, if it names them, `items` (B items), `prompts` (N lists of B strings), `turn`
         (from 0), `num_turns` and `turns` (N lists of B lists: all completions of an episode so far)
     external_transition(prompt, agent_completions, num_agents, prompt_history_per_agent, response_history_per_agent)
         -> N next prompts, or None to end the episode; only for several turns. It is called for one episode, with those
-        of these that it names: `prompt` (the item's), N completions, N lists of what the agent was asked (as the task
-        said it) and of what it answered so far, `item`, and `turn` (from 0, the one just played)
+        of these that it names: `prompt` (the item's), N completions, N lists of an agent's prompts so far (as the task
+        gave them) and of its responses, `item`, and `turn` (from 0, the one just played)
     optional: reward_processor(float) -> float; metrics_callback(rollouts) -> {name: float};
         optimum(num_agents, num_turns) -> float, the expected reward of an episode at best;
         check(num_agents, num_turns), which raises ValueError for a team that it can't serve;
@@ -26,139 +26,209 @@ import sys
 from pathlib import Path
 
 import datasets
+from pydantic import PositiveFloat, PositiveInt
 
-from utils.cli import TaskError, UserError, one_line
+from utils.cli import TaskError, UserError, flags, one_line
+from utils.distributed import say
+from utils.tasks.episodes import Episodes, formatters_of
 
-BUILT_IN = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
-FUNCTIONS = (
-    "train_dataset eval_dataset reward_func reward_processor metrics_callback external_transition optimum".split()
-)
+__all__ = ["Episodes", "TaskArgs", "batches", "extra_metrics", "load_items", "load_task"]
+BUILT_IN = ("arxiv", "code", "number", "reasoning", "tldr")
+NEEDED = ("train_dataset", "formatters", "reward_func")
+OPTIONAL = ("eval_dataset", "external_transition", "reward_processor", "metrics_callback", "optimum", "check")
+MADE_ITEMS = 1536  # items to train on where a task makes them
+FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
-def load_task(task, num_agents, num_turns=1, turns_flag="--num-turns"):
-    """The task of that name, file or object, checked. Raises UserError where there is none, or it lacks a part."""
-    name = task if isinstance(task, str) else getattr(task, "__name__", type(task).__name__)
+@flags
+class TaskArgs:
+    """The task and its items."""
+
+    task: str | None = None  # arxiv, code, number, reasoning, tldr, or a FILE.py of your own; none: the script's own
+    dataset: str | None = None  # data in place of the task's own: a hub dataset's name, a folder, or a .jsonl file
+    train_size: PositiveInt | None = None  # items to train on; none: all of --dataset, or 1536 of a task's own
+    eval_size: PositiveInt = 64  # held-out items
+    reward_timeout: PositiveFloat | None = None  # seconds a call of reward_func, reset or step may take; none: any time
+
+
+# --- The task ---------------------------------------------------------------------------------------------------------
+
+
+def load_task(task, num_agents, num_turns=1):
+    """The task of a name, of a FILE.py, or any object with a task's names; checked.
+
+    Raises UserError where there is none, where it lacks something, and where it can't serve such a team.
+    """
+    name = name_of(task)
     if isinstance(task, str):
         task = importlib.import_module(f"utils.tasks.{task}") if task in BUILT_IN else load_file(task)
-    for part in ("train_dataset", "reward_func", "formatters"):
-        if not hasattr(task, part):
-            raise UserError(f"--task {name} has no {part}")
-    for part in FUNCTIONS:
-        if not callable(getattr(task, part, print)):
-            raise UserError(f"--task {name}: {part} is not a function but {one_line(repr(getattr(task, part)), 80)}")
-    formatters = task.formatters if isinstance(task.formatters, (list, tuple)) else [task.formatters] * num_agents
+    for attribute in NEEDED:
+        if not hasattr(task, attribute):
+            raise UserError(f"{name} has no {attribute}")
+    for attribute in (*NEEDED, *OPTIONAL):
+        value = getattr(task, attribute, None)
+        if attribute != "formatters" and hasattr(task, attribute) and not callable(value):
+            raise UserError(f"{name}: {attribute} is not a function but {one_line(repr(value), 80)}")
+    formatters = formatters_of(task, num_agents)
     if len(formatters) != num_agents:
-        raise UserError(
-            f"--task {name} has {len(formatters)} formatters for --num-agents {num_agents}; it takes one each"
-        )
+        raise UserError(f"{name} has {len(formatters)} formatters for {num_agents} agents; it takes one each")
     if not all(map(callable, formatters)):
-        raise UserError(f"--task {name}: each of its formatters is to be a function")
+        raise UserError(f"{name}: each of its formatters is to be a function")
     if num_turns > 1 and not hasattr(task, "external_transition"):
-        raise UserError(f"{turns_flag} {num_turns} takes a task with an external_transition, and {name} has none")
-    try:
-        getattr(task, "check", lambda *_: None)(num_agents, num_turns)
-    except ValueError as error:
-        raise UserError(f"--task {name}: {error}") from error
+        raise UserError(f"{name} has no external_transition, which {num_turns} turns take")
+    if hasattr(task, "check"):
+        try:
+            task.check(num_agents, num_turns)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from error
     return task
 
 
+def name_of(task):
+    """What errors call a task."""
+    if isinstance(task, str):
+        return f"--task {task}"
+    if getattr(task, "__file__", None):
+        return f"the task in {Path(task.__file__).name}"
+    return f"the task {getattr(task, '__name__', type(task).__name__)}"
+
+
 def load_file(path):
+    """The module in a task's file. Raises UserError."""
     if not path.endswith(".py"):
         raise UserError(f"--task takes {', '.join(BUILT_IN)} or a FILE.py, got {path}")
     if not Path(path).is_file():
         raise UserError(f"--task takes {', '.join(BUILT_IN)} or a FILE.py, and there is no file {path}")
-    sys.path.append(str(Path(path).resolve().parent))  # so that it may import its neighbours
-    spec = importlib.util.spec_from_file_location("task_file", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        return import_file(path, "task_file")
+    except (Exception, SystemExit) as error:
         raise UserError(f"--task {path} can't be loaded: {type(error).__name__}: {error}") from error
+
+
+def import_file(path, name):
+    """Import a file as the module of that name; it may import its neighbours."""
+    search_in(Path(path).parent)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
     return module
 
 
-def load_datasets(task, args, least):
-    """The items to train on and the held-out ones: the task's own, or those of --dataset; of the latter maybe none.
-
-    Raises UserError where they can't be had, or where there are fewer than `least` to train on.
-    """
-    if args.dataset and not hasattr(task, "named_dataset"):
-        train, held_out = from_dataset(task, args)
-    else:
-        train, held_out = from_task(task, args, "train"), from_task(task, args, "eval")
-    if len(train) < least:
-        where = f"--dataset {args.dataset}" if args.dataset else "train_dataset of --task"
-        raise UserError(f"{where} has {len(train)} items; an update takes {least} (--train-size)")
-    return train, held_out
-
-
-def from_task(task, args, split):
-    part, size = f"{split}_dataset", getattr(args, f"{split}_size")
-    if args.dataset:
-        part, of = "named_dataset", lambda: task.named_dataset(args.dataset, size, args.seed, split)
-    elif hasattr(task, part):
-        of = lambda: getattr(task, part)(size, args.seed)  # noqa: E731
-    else:
-        return []
-    try:
-        dataset = of()
-        len(dataset)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{part} of --task failed: {type(error).__name__}: {error}") from error
-    return dataset
-
-
-def from_dataset(task, args):
-    """Items from a hub dataset, a folder or a file: as many as there are, up to --train-size and --eval-size."""
-    name = args.dataset
-    kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(name).suffix)
-    if kind and not Path(name).is_file():
-        raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no file {name}")
-    try:
-        splits = datasets.load_dataset(kind, data_files=name) if kind else datasets.load_dataset(name)
-    except Exception as error:
-        raise UserError(f"--dataset {name} can't be loaded: {type(error).__name__}: {error}") from error
-    train = splits["train"] if "train" in splits else next(iter(splits.values()))
-    tests = [splits[key] for key in ("test", "validation", "val") if key in splits and splits[key] is not train]
-    train = train.shuffle(seed=args.seed)
-    if not tests:  # the last rows of the only split
-        size = min(args.eval_size, len(train) // 5)
-        train, tests = train.select(range(len(train) - size)), [train.select(range(len(train) - size, len(train)))]
-    lacking = [column for column in getattr(task, "columns", ()) if column not in train.column_names]
-    if lacking:
-        there = ", ".join(train.column_names)
-        raise UserError(f"--dataset {name} has the columns {there}; --task {args.task} reads {', '.join(task.columns)}")
-    held_out = tests[0].shuffle(seed=args.seed)
-    rows = [
-        dataset.select(range(min(size, len(dataset))))
-        for dataset, size in ((train, args.train_size), (held_out, args.eval_size))
-    ]
-    item_of = getattr(task, "item_of", lambda row: row)
-    try:
-        return [[item_of(row) for row in dataset] for dataset in rows]
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(f"--dataset {name} has a row that --task {args.task} can't use: {what}") from error
-
-
-def batches(dataset, size, epochs, seed, done=0):
-    """Lists of `size` items, in a new random order each epoch, while so many are left, but for the first `done`."""
-    rng, indices = random.Random(seed), []
-    for _ in range(epochs):
-        indices += rng.sample(range(len(dataset)), len(dataset))
-        while len(indices) >= size:
-            if done <= 0:
-                yield [dataset[k] for k in indices[:size]]
-            indices, done = indices[size:], done - 1
+def search_in(folder):
+    """Let modules be found in a folder too, after all other places."""
+    if str(folder.resolve()) not in sys.path:
+        sys.path.append(str(folder.resolve()))
 
 
 def extra_metrics(task, rollouts):
-    """What the task's metrics_callback says of a team's rollouts, if it has one: {name: float}. Raises TaskError."""
+    """What the task's metrics_callback, if there is one, returns for N rollouts: {name: float}. Raises TaskError."""
     if not hasattr(task, "metrics_callback"):
         return {}
     try:
         return {str(name): float(value) for name, value in task.metrics_callback(rollouts).items()}
     except Exception as error:
         raise TaskError(f"metrics_callback raised {type(error).__name__}: {error}") from error
+
+
+# --- Its items --------------------------------------------------------------------------------------------------------
+
+
+def load_items(task, args, seed, least):
+    """The items to train on and the held-out items: the task's own, or those of --dataset.
+
+    There are no held-out items where the task has no eval_dataset, or --dataset too few rows. Raises UserError where
+    they can't be had, or where there are fewer than `least` to train on.
+    """
+    name = name_of(args.task or task)
+    if args.dataset and not hasattr(task, "named_dataset"):
+        train_items, held_out = load_rows(task, name, args, seed)
+    else:
+        train_items = make_items(task, name, args.dataset, "train", args.train_size or MADE_ITEMS, seed)
+        held_out = make_items(task, name, args.dataset, "eval", args.eval_size, seed)
+    if len(train_items) < least:
+        source = f"--dataset {args.dataset}" if args.dataset else f"train_dataset of {name}"
+        raise UserError(f"{source} has {len(train_items)} items; an update takes {least} (--train-size)")
+    return train_items, held_out
+
+
+def make_items(task, name, dataset, split, size, seed):
+    """Items that the task makes, of the dataset with that name if there is one; split is train or eval."""
+    function = "named_dataset" if dataset else f"{split}_dataset"
+    if not hasattr(task, function):
+        return []
+    try:
+        if dataset:
+            items = task.named_dataset(dataset, size, seed, split)
+        else:
+            items = getattr(task, function)(size, seed)
+        len(items)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{function} of {name} failed: {type(error).__name__}: {error}") from error
+    return items
+
+
+def load_rows(task, name, args, seed):
+    """Items from the rows of --dataset, in a random order: all to train on, or --train-size, and up to --eval-size."""
+    train_rows, held_out = split_rows(load_splits(args.dataset), args.eval_size, seed)
+    columns = getattr(task, "columns", ())
+    if not set(columns) <= set(train_rows.column_names):
+        there = ", ".join(train_rows.column_names)
+        raise UserError(f"--dataset {args.dataset} has the columns {there}; {name} reads {', '.join(columns)}")
+    train_rows = train_rows.select(range(min(args.train_size or len(train_rows), len(train_rows))))
+    held_out = held_out.select(range(min(args.eval_size, len(held_out))))
+    if not hasattr(task, "item_of"):
+        return train_rows, held_out
+    try:
+        return [task.item_of(row) for row in train_rows], [task.item_of(row) for row in held_out]
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"--dataset {args.dataset} has a row that {name} can't use: {what}") from error
+
+
+def load_splits(name):
+    """The splits of a hub dataset, a folder or a file. Raises UserError."""
+    file_format = FORMATS.get(Path(name).suffix)
+    if file_format and not Path(name).is_file():
+        raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no file {name}")
+    try:
+        if file_format:
+            return datasets.load_dataset(file_format, data_files=name)
+        return datasets.load_dataset(name)
+    except Exception as error:
+        raise UserError(f"--dataset {name} can't be loaded: {type(error).__name__}: {error}") from error
+
+
+def split_rows(splits, eval_size, seed):
+    """Rows to train on and held-out rows, shuffled; of an only split the last are held out, at most a fifth."""
+    train = splits["train"] if "train" in splits else next(iter(splits.values()))
+    rows = train.shuffle(seed=seed)
+    for name in ("test", "validation", "val"):
+        if name in splits and splits[name] is not train:
+            return rows, splits[name].shuffle(seed=seed)
+    end = len(rows) - min(eval_size, len(rows) // 5)
+    return rows.select(range(end)), rows.select(range(end, len(rows))).shuffle(seed=seed)
+
+
+def batches(items, size, epochs, seed, skip=0):
+    """Lists of `size` items, in a new random order each epoch, all but the first `skip` lists.
+
+    Items that do not fill a list at the end of an epoch open the first one of the next; those of the last epoch are
+    left out, and it is said how many.
+    """
+    left_out = epochs * len(items) % size
+    if left_out:
+        say(f"the last {left_out} items of the last epoch are left out: an update takes {size}")
+    rng = random.Random(seed)
+    order = []
+    for _ in range(epochs):
+        order += rng.sample(range(len(items)), len(items))
+        whole = len(order) // size
+        for k in range(whole):
+            if skip > 0:
+                skip -= 1
+            else:
+                yield [items[index] for index in order[k * size : (k + 1) * size]]
+        order = order[whole * size :]

@@ -20,11 +20,13 @@ import re
 
 import datasets
 
-from utils.words import STOPWORDS, TRANSITIONS
+from utils.tasks.words import STOPWORDS, TRANSITIONS
 
 columns = ("abstract_text",)
-MIN_WORDS, MAX_WORDS = 128, 256
+MIN_WORDS = 128
+MAX_WORDS = 256
 PARTS = ["the background and the motivation", "the method and its implications"]
+LENGTHS = [1.25, 1.8]  # words that an agent is to write, as a multiple of the least
 FIELDS = {  # what is studied, what is wrong with it, where it is tried
     "language models": ("they invent facts", "question answering"),
     "teams of robots": ("they get into each other's way", "warehouses"),
@@ -52,7 +54,7 @@ SENTENCES = [  # one of each row; the second and the last row may be left out
 
 def check(num_agents, num_turns):
     if num_agents != 2:
-        raise ValueError(f"--num-agents takes 2 here, one for each part of the text, got {num_agents}")
+        raise ValueError(f"it takes 2 agents, one for each part of the text, got {num_agents}")
 
 
 def train_dataset(size, seed):
@@ -65,13 +67,16 @@ def eval_dataset(size, seed):
 
 def abstracts(size, seed):
     """`size` abstracts of 4 to 6 sentences, composed by rule; the same for the same seed."""
-    rng, rows = random.Random(f"abstracts {seed}"), []
+    rng = random.Random(f"abstracts {seed}")
+    rows = []
     for _ in range(size):
         field, other = rng.sample(list(FIELDS), 2)
         method, reason = rng.choice(list(METHODS.items()))
-        fill = {"field": field, "flaw": FIELDS[field][0], "place": FIELDS[field][1], "other": other, "method": method}
-        fill |= {"reason": reason, "n": rng.randint(2, 9), "p": rng.randint(10, 60)}
-        sentences = [rng.choice(row).format(**fill) for row in SENTENCES]
+        flaw, place = FIELDS[field]
+        slots = {"field": field, "flaw": flaw, "place": place, "other": other, "method": method, "reason": reason}
+        slots["n"] = rng.randint(2, 9)
+        slots["p"] = rng.randint(10, 60)
+        sentences = [rng.choice(row).format(**slots) for row in SENTENCES]
         rows.append({"abstract_text": " ".join(filter(None, sentences)), "min_words": 16})
     return datasets.Dataset.from_list(rows)
 
@@ -82,34 +87,48 @@ def item_of(row):
 
 
 def formatters(item, agent):
-    """Agent 0 is asked for 1.25 times as many words as there have to be, agent 1 for 1.8 times as many."""
-    words = round(item["min_words"] * (1.25, 1.8)[agent])
-    ask = f"Write {PARTS[agent]} of this paper in about {words} words. Another writer adds {PARTS[1 - agent]}."
-    return [{"role": "user", "content": f"{item['abstract_text']}\n\n{ask}"}]
+    """Agent 0 is to write 1.25 times as many words as there have to be, agent 1 1.8 times as many."""
+    words = round(item["min_words"] * LENGTHS[agent])
+    request = f"Write {PARTS[agent]} of this paper in about {words} words. Another writer adds {PARTS[1 - agent]}."
+    return [{"role": "user", "content": f"{item['abstract_text']}\n\n{request}"}]
 
 
 def reward_func(first, second, items):
-    return [points(*texts, item["min_words"]) for *texts, item in zip(first, second, items)]
+    return [pair_reward(*texts, item["min_words"]) for *texts, item in zip(first, second, items)]
 
 
-def points(first, second, min_words):
-    """Points from 0 to 3 for the two parts."""
-    texts = first, second
-    if not all(min_words <= len(text.split()) <= MAX_WORDS for text in texts):
-        return 0.0
+def pair_reward(first, second, min_words):
+    """Points from 0 to 3 for the two parts; each level opens the next."""
+    for text in (first, second):
+        if not min_words <= len(text.split()) <= MAX_WORDS:
+            return 0.0
+    reward = 0.5
+
     length_points = band(len(second) / len(first), 0.8, 1.3, 1.6, 2.0)
     if length_points < 0:
-        return 0.5
-    words = [set(re.findall(r"\w+", text.lower())) for text in texts]
-    unique_points = 0.5 * band(len(words[1]) / max(1, len(words[0])), 0.5, 0.7, 1.3, 1.7)
-    if unique_points < 0:
-        return 0.5 + length_points
+        return reward
+    reward += length_points
+
+    first_words = set(re.findall(r"\w+", first.lower()))
+    second_words = set(re.findall(r"\w+", second.lower()))
+    word_points = band(len(second_words) / max(1, len(first_words)), 0.5, 0.7, 1.3, 1.7)
+    if word_points < 0:
+        return reward
+    reward += 0.5 * word_points
+
     both = f"{first}\n{second}".lower()
-    found = sum(bool(re.search(rf"\b({phrases})\b", both)) for phrases in TRANSITIONS.values())
-    transitions = min(1.0, 0.4 + 0.05 * (found - 1)) if found else 0.0
-    content = [text_words - STOPWORDS for text_words in words]
-    overlap = len(content[0] & content[1]) / max(1, len(content[0] | content[1]))  # Jaccard index
-    return 0.5 + length_points + unique_points + 0.4 * transitions + 0.6 * min(1.0, overlap / 0.23)
+    categories = 0
+    for phrases in TRANSITIONS.values():
+        if re.search(rf"\b({phrases})\b", both):
+            categories += 1
+    if categories > 0:
+        reward += 0.4 * min(1.0, 0.4 + 0.05 * (categories - 1))
+
+    first_content = first_words - STOPWORDS
+    second_content = second_words - STOPWORDS
+    union = first_content | second_content
+    jaccard_index = len(first_content & second_content) / max(1, len(union))
+    return reward + 0.6 * min(1.0, jaccard_index / 0.23)
 
 
 def band(x, least, low, high, most):

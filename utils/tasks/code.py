@@ -3,7 +3,7 @@
 A single agent writes both. The team earns up to 4 points (rule and numbers: arXiv 2508.04652 and CoMLRL's code for it):
 
     0.4  there is a function aux with a return; without one the rule goes on, but pays nothing for teamwork
-    0.6  there is a function of the asked name with a return; else stop (as text: either may be broken)
+    0.6  there is a function of the problem's name with a return; else stop (as text: either may be broken)
     0.5  the prompt's lines before that function, aux and the function together are Python; else stop
     0-1  the share of the test's asserts that pass; if any does, and there is an aux, also
     0.5    if the function calls aux
@@ -25,8 +25,8 @@ import warnings
 
 import datasets
 
-from utils.made_text import INNER, OUTER
-from utils.sandbox import run_tests
+from utils.tasks.made_text import INNER, OUTER
+from utils.tasks.sandbox import run_tests
 
 ARGUMENTS = [(7, 3), (-4, 6), (5, 5), (0, 9), (-8, -3), (12, -5)]
 FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -35,7 +35,7 @@ VERDICTS = {}  # of jobs that ran
 
 def check(num_agents, num_turns):
     if num_agents > 2:
-        raise ValueError(f"--num-agents takes 1 or 2 here, who write a helper and the function, got {num_agents}")
+        raise ValueError(f"it takes 1 or 2 agents, who write a helper and the function, got {num_agents}")
 
 
 def optimum(num_agents, num_turns):
@@ -54,7 +54,8 @@ def made_dataset(size, seed, held_out):
     """The problems that are held out, or the others, in a random order, again and again up to `size`."""
     kinds = list(itertools.product(enumerate(OUTER), enumerate(INNER)))
     problems = [made_problem(outer, inner) for (j, outer), (k, inner) in kinds if ((j + k) % 6 == 5) == held_out]
-    rng, rows = random.Random(f"code {seed}"), []
+    rng = random.Random(f"code {seed}")
+    rows = []
     while len(rows) < size:
         rows += rng.sample(problems, len(problems))
     return datasets.Dataset.from_list(rows[:size])
@@ -78,8 +79,8 @@ def item_of(row):
     tests = "\n".join([setup, *row["test_list"]]).strip()
     functions = [node for node in ast.parse(row["code"]).body if isinstance(node, ast.FunctionDef)]
     function = next(node for node in functions if calls(ast.parse(tests), node.name))
-    asked = (row.get("text") or row["prompt"]).strip()
-    prompt = f'def {function.name}({ast.unparse(function.args)}):\n    """{asked}"""'
+    text = (row.get("text") or row["prompt"]).strip()
+    prompt = f'def {function.name}({ast.unparse(function.args)}):\n    """{text}"""'
     return {"prompt": prompt, "test": tests, "entry_point": function.name}
 
 
@@ -87,20 +88,20 @@ def formatters(item, agent, num_agents=2):
     function = find(item["prompt"], item["entry_point"])
     arguments = ", ".join(argument.arg for argument in function.args.args) if function else "..."
     if num_agents == 1:
-        ask = "Write a helper named aux for this function, and this function, which calls aux."
+        request = "Write a helper named aux for this function, and this function, which calls aux."
     elif agent == 0:
-        ask = "Write a helper named aux for this function."
+        request = "Write a helper named aux for this function."
     else:
-        ask = f"Write this function. You may call aux({arguments})."
-    return [{"role": "user", "content": f"{item['prompt']}\n\n{ask}"}]
+        request = f"Write this function. You may call aux({arguments})."
+    return [{"role": "user", "content": f"{item['prompt']}\n\n{request}"}]
 
 
 def reward_func(*completions, items, turn=0, num_turns=1):
     """Joint points of N lists of B answers, B floats; all programs run in one call of the sandbox."""
-    teams = [join(answers, item) for answers, item in zip(zip(*completions), items)]
-    verdicts = judge([(program, item["test"], item["entry_point"]) for (_, _, program), item in zip(teams, items)])
+    sources = [join(answers, item) for answers, item in zip(zip(*completions), items)]
+    verdicts = judge([(program, item["test"], item["entry_point"]) for (_, _, program), item in zip(sources, items)])
     rewards = []
-    for (aux, main, program), item, verdict in zip(teams, items, verdicts):
+    for (aux, main, program), item, verdict in zip(sources, items, verdicts):
         points = 0.4 * bool(aux) + 0.6 * bool(main)
         if verdict:
             points += 0.5 + verdict.passed / verdict.total
@@ -113,9 +114,10 @@ def reward_func(*completions, items, turn=0, num_turns=1):
 def join(answers, item):
     """The sources of aux and of the main function, and of the program that they make up; "" where there is none."""
     name = item["entry_point"]
-    aux, main = source_of(answers[0], "aux"), source_of(answers[-1], name)
-    before, found, _ = item["prompt"].partition(f"def {name}(")  # imports, and helpers that the tests may call
-    program = "\n\n".join([before if found else "", aux, main]).strip()
+    aux = source_of(answers[0], "aux")
+    main = source_of(answers[-1], name)
+    before, definition, _ = item["prompt"].partition(f"def {name}(")  # imports, and helpers that the tests may call
+    program = "\n\n".join([before if definition else "", aux, main]).strip()
     return aux, main, program if main and parsed(program) else ""
 
 
@@ -160,22 +162,24 @@ def judge(jobs):
 
 def calls(tree, name):
     """The calls of a function by its name in a syntax tree."""
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [node for node in found if isinstance(node.func, ast.Name) and node.func.id == name]
+    all_calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [node for node in all_calls if isinstance(node.func, ast.Name) and node.func.id == name]
 
 
 def teamwork(main):
     """Points from 0 to 1.5 for how the function, a syntax tree, uses aux."""
-    used = calls(main, "aux")
+    aux_calls = calls(main, "aux")
+    if not aux_calls:
+        return 0.0
     match main.body[1:] if ast.get_docstring(main) is not None else main.body:
         case [ast.Return(value=value)]:
-            wrapper = value in used
+            is_wrapper = value in aux_calls
         case [ast.Assign(targets=[ast.Name(id=name)], value=value), ast.Return(value=ast.Name(id=returned))]:
-            wrapper = value in used and returned == name
+            is_wrapper = value in aux_calls and returned == name
         case _:
-            wrapper = False
-    wasted = any(isinstance(node, ast.Expr) and node.value in used for node in ast.walk(main))
-    return 0.5 + 1.0 * (not wrapper) - 0.5 * wasted if used else 0.0
+            is_wrapper = False
+    throws_away = any(isinstance(node, ast.Expr) and node.value in aux_calls for node in ast.walk(main))
+    return 0.5 + 1.0 * (not is_wrapper) - 0.5 * throws_away
 
 
 def external_transition(agent_completions, num_agents, item):
@@ -184,8 +188,8 @@ def external_transition(agent_completions, num_agents, item):
     (verdict,) = judge([(program, item["test"], item["entry_point"])])
     if verdict and verdict.passed == verdict.total:
         return None
-    parts = {"aux": aux, item["entry_point"]: main}
-    faults = [f"There is no function {name} with a return." for name, part in parts.items() if not part]
+    functions = {"aux": aux, item["entry_point"]: main}
+    faults = [f"There is no function {name} with a return." for name, source in functions.items() if not source]
     if verdict:
         faults.append(f"{verdict.passed} of {verdict.total} tests pass. {verdict.error}")
     elif main:

@@ -1,6 +1,6 @@
 """N players meet a hidden number: each says one from 0 to 10, together they should add up to it, and turns help.
 
-The hidden number is uniform over 0 ... 10 N. A turn earns 1 - |sum - hidden| / 10 N; then all are told whether to go
+The hidden number is uniform over 0 ... 10 N. A turn earns 1 - |sum - hidden| / 10 N; then all read whether to go
 higher or lower, or that the number is met, and better said again. Anything but a number from 0 to 10 earns nothing, and
 ends the game.
 
@@ -46,29 +46,37 @@ def formatters(item):
     return [{"role": "user", "content": rule}]
 
 
-def total(answers):
-    """The sum of what the players say; None where one of them says no number from 0 to HIGH."""
-    said = [answer.strip() for answer in answers]
-    legal = all(answer.isdecimal() and len(answer) < 4 and int(answer) <= HIGH for answer in said)
-    return sum(map(int, said)) if legal else None
+def total(completions):
+    """The sum of the players' numbers; None where one of them is no number from 0 to HIGH."""
+    numbers = [completion.strip() for completion in completions]
+    legal = all(number.isdecimal() and len(number) < 4 and int(number) <= HIGH for number in numbers)
+    return sum(map(int, numbers)) if legal else None
 
 
 def reward_func(*completions, items):
     rewards = []
-    for item, answers in zip(items, zip(*completions)):
-        met, most = total(answers), HIGH * len(answers)
-        rewards.append(0.0 if met is None else 1 - abs(met - hidden(item, len(answers))) / most)
+    for item, team_completions in zip(items, zip(*completions)):
+        num_agents = len(team_completions)
+        guess = total(team_completions)
+        if guess is None:
+            rewards.append(0.0)
+        else:
+            rewards.append(1 - abs(guess - hidden(item, num_agents)) / (HIGH * num_agents))
     return rewards
 
 
 def external_transition(agent_completions, num_agents, prompt_history_per_agent, item):
     """Each player's own game so far, and which way to go; None where the game is spoilt."""
-    met, target = total(agent_completions), hidden(item, num_agents)
-    if met is None:
+    guess = total(agent_completions)
+    target = hidden(item, num_agents)
+    if guess is None:
         return None
-    say = {"role": "user", "content": "met" if met == target else "higher" if met < target else "lower"}
-    answers = [{"role": "assistant", "content": answer.strip()} for answer in agent_completions]
-    return [[*prompts[-1], answer, say] for prompts, answer in zip(prompt_history_per_agent, answers)]
+    hint = "met" if guess == target else "higher" if guess < target else "lower"
+    next_prompts = []
+    for prompts, completion in zip(prompt_history_per_agent, agent_completions):
+        response = {"role": "assistant", "content": completion.strip()}
+        next_prompts.append([*prompts[-1], response, {"role": "user", "content": hint}])
+    return next_prompts
 
 
 def optimum(num_agents, num_turns):

@@ -1,7 +1,7 @@
 """Questions with known answers: any dataset of the package reasoning-gym, which makes them by rule and scores answers.
 
 Every agent answers the question, and the last one's answer is the team's: it earns what the dataset's own scorer says,
-from 0 to 1 a turn. In a later turn each agent reads what all said in the turn before, so the others can help the last.
+from 0 to 1 a turn. In a later turn each agent reads what all wrote in the turn before, so the others can help the last.
 An answer is the text between the last <answer> and </answer>, or without them all of it.
 
     python ippo_llm.py --task reasoning --max-new-tokens 8                        gcd, the default
@@ -30,7 +30,7 @@ UNSAFE = set(
 
 def check(num_agents, num_turns):
     if num_turns > 1 and num_agents == 1:
-        raise ValueError(f"--num-turns {num_turns} takes 2 or more agents here: a single one hears nothing new")
+        raise ValueError(f"{num_turns} turns take 2 or more agents: a single one reads nothing new")
 
 
 def optimum(num_agents, num_turns):
@@ -53,8 +53,8 @@ def named_dataset(name, size, seed, split):
     place = {"name": name, "size": size, "seed": 1_000_000 * (2 * seed + (split == "eval"))}  # a seed for each item
     rows = []
     for index in range(size):
-        made = entry(**place, index=index)
-        rows.append({"question": made["question"], "answer": str(made["answer"]), **place, "index": index})
+        example = entry(**place, index=index)
+        rows.append({"question": example["question"], "answer": str(example["answer"]), **place, "index": index})
     return datasets.Dataset.from_list(rows)
 
 
@@ -89,24 +89,23 @@ def reward_func(*completions, items):
 
 
 def answer_in(text):
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return (found[-1] if found else text).strip()
+    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return (answers[-1] if answers else text).strip()
 
 
 def score(answer, item):
-    name, size, seed, index = (item[key] for key in ("name", "size", "seed", "index"))
-    made = entry(name, size, seed, index)
+    example = entry(name=item["name"], size=item["size"], seed=item["seed"], index=item["index"])
     try:
-        return float(source(name, size, seed).score_answer(answer, made))
+        return float(source(item["name"], item["size"], item["seed"]).score_answer(answer, example))
     except Exception:  # some scorers fail on what they can't read: it is wrong
         return 0.0
 
 
 def external_transition(agent_completions, num_agents, item):
-    """Each agent is asked again, with what everybody said; nobody learns who was right."""
+    """Each agent reads the question again, with what everybody wrote; nobody learns who was right."""
     prompts = []
     for agent in range(num_agents):
         names = ["You" if other == agent else f"Agent {other}" for other in range(num_agents)]
-        said = "\n".join(f"{name} said: {text.strip()}" for name, text in zip(names, agent_completions))
-        prompts.append([{"role": "user", "content": f"{item['question']}\n\n{said}\n\n{FORM}"}])
+        answers = "\n".join(f"{name} said: {text.strip()}" for name, text in zip(names, agent_completions))
+        prompts.append([{"role": "user", "content": f"{item['question']}\n\n{answers}\n\n{FORM}"}])
     return prompts

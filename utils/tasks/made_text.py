@@ -122,7 +122,7 @@ def story(rng):
     fill |= {"she": she, "She": she.capitalize(), "who": who, "name": who.split()[-1]}
     fill |= {"her": {"he": "him", "she": "her"}[she], "her_own": {"he": "his", "she": "her"}[she]}
     facts = [WHO, *rng.choice(STORIES), END]
-    post = " ".join(rng.choice(told) for told, _ in facts).format(**fill)
+    post = " ".join(rng.choice(sentences) for sentences, _ in facts).format(**fill)
     kept = sorted(rng.sample(range(5), rng.choices(range(1, 6), weights=[5, 4, 4, 3, 2])[0]))
     sentences = [rng.choice(facts[k][1]).format(**fill) for k in kept]
     summary = ""

@@ -108,14 +108,14 @@ def run_job(job, seconds, memory, without):
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, env=env, cwd="/", start_new_session=True, **pipes)
     try:
-        told, failure = process.communicate(json.dumps(job).encode(), timeout=seconds + 30)
+        output, failure = process.communicate(json.dumps(job).encode(), timeout=seconds + 30)
     except BaseException as error:  # the keeper is stuck, or the keyboard stopped us
         os.killpg(process.pid, 9)
         process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             return {"error": "timed out"}
         raise
-    result = json.loads(told or "{}")
+    result = json.loads(output or "{}")
     if "broken" in result or (failure and not result):
         raise RuntimeError(f"the sandbox does not start: {result.get('broken') or line(failure.decode()[-200:])}")
     return result or {"error": "timed out" if process.returncode == 3 else "the judge died while it ran the test"}

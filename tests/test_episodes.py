@@ -1,0 +1,156 @@
+"""Episodes of a team: what the task's functions get, how an episode ends, and what they may do wrong."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from utils.cli import TaskError
+from utils.tasks.episodes import Episodes, time_limit
+
+ITEMS = [{"number": 0, "prompt": "p"}, {"number": 1, "prompt": "q"}]
+RESPONSES = [["a", "b"], ["c", "d"]]
+PROMPTS = [["p", "q"], ["p", "q"]]
+
+
+class Tokenizer:
+    """Of a model that takes no first token."""
+
+    def __call__(self, text):
+        return SimpleNamespace(input_ids=[])
+
+    def decode(self, ids):
+        return ""
+
+
+def task_of(**functions):
+    task = {"formatters": lambda item, agent: f"Agent {agent}, guess {item['number']}."}
+    task |= {"reward_func": lambda first, second: [0.25, 0.75], "external_transition": lambda item: ["x", "y"]}
+    return SimpleNamespace(**(task | functions))
+
+
+def test_functions_get_what_they_name():
+    calls = []
+
+    def reward_func(first, second, turns, turn, num_turns, items):
+        calls.append((turn, num_turns, turns, [item["number"] for item in items]))
+        return [[0.0] * len(first), [1.0] * len(first)]
+
+    def external_transition(prompt, **others):
+        calls.append((prompt, others))
+        return None if others["item"]["number"] == 1 else ["x", "y"]
+
+    task = task_of(reward_func=reward_func, external_transition=external_transition)
+    episodes = Episodes(task, ITEMS, num_agents=2, num_turns=2)
+    assert episodes.prompts(1, Tokenizer()) == ["Agent 1, guess 0.", "Agent 1, guess 1."]
+    assert episodes.score(RESPONSES, PROMPTS) == ([[0.0, 0.0], [1.0, 1.0]],) * 2
+    assert calls[0] == (0, 2, [[["a"], ["b"]], [["c"], ["d"]]], [0, 1])
+    others = {"agent_completions": ["a", "c"], "num_agents": 2, "item": ITEMS[0], "turn": 0}
+    others |= {"prompt_history_per_agent": [["Agent 0, guess 0."], ["Agent 1, guess 0."]]}
+    assert calls[1] == ("p", others | {"response_history_per_agent": [["a"], ["c"]]})
+    assert episodes.running == [0] and episodes.prompts(1, Tokenizer()) == ["y"]
+    episodes.score([["e"], ["f"]], [["p"]] * 2)
+    assert calls[-1] == (1, 2, [[["a", "e"]], [["c", "f"]]], [0]) and episodes.running == []
+    assert episodes.prompt_history[0] == [["Agent 0, guess 0.", "x"], ["Agent 1, guess 0.", "y"]]
+    assert episodes.response_history == [[["a", "e"], ["c", "f"]], [["b"], ["d"]]]
+
+
+@pytest.mark.parametrize("threshold, running", [(None, [0, 1]), (0.5, [0]), (0.75, [0, 1]), (0.0, [])])
+def test_an_episode_ends_after_a_turn_whose_reward_is_above_the_threshold(threshold, running):
+    episodes = Episodes(task_of(), ITEMS, 2, num_turns=2, threshold=threshold)
+    assert episodes.score(RESPONSES, PROMPTS)[0] == [[0.25, 0.75]] * 2
+    assert episodes.running == running
+
+
+def test_the_rewards_are_processed_one_by_one():
+    episodes = Episodes(task_of(reward_processor=lambda reward: 2 * reward - 1), ITEMS, 2, num_turns=1)
+    assert episodes.score(RESPONSES, PROMPTS) == ([[0.25, 0.75]] * 2, [[-0.5, 0.5]] * 2)
+
+
+WRONG = {
+    "transition raises": (
+        {"external_transition": lambda item: 1 / 0},
+        r"external_transition failed on item 0, {'number': .*}: ZeroDivisionError: division by zero",
+    ),
+    "too few prompts": (
+        {"external_transition": lambda item: ["only one"]},
+        r"external_transition returned \['only one'\]; it takes a list of 2 prompts, or None",
+    ),
+    "a text": (
+        {"external_transition": lambda item: "again"},
+        r"external_transition returned 'again'; it takes a list of 2 prompts, or None",
+    ),
+    "no prompt": (
+        {"external_transition": lambda item: [3, 4]},
+        r"external_transition of agent 0 gave no prompt for item 0, .*",
+    ),
+    "formatter raises": (
+        {"formatters": [lambda item: "Hi", lambda item: item["text"]]},
+        r"formatter of agent 1 failed on item 0, {'number': .*}: KeyError: 'text'",
+    ),
+    "one item raises": (
+        {"reward_func": lambda a, b, items: [1 / (1 - item["number"]) for item in items]},
+        r"<lambda> raised ZeroDivisionError: division by zero on item 1, {'number': 1.*",
+    ),
+    "no rewards": ({"reward_func": lambda a, b: None}, r"<lambda> returned None; it takes a list of 2 numbers"),
+    "too few rewards": (
+        {"reward_func": lambda a, b: [0.5]},
+        r"<lambda> returned 1 values for 2 items: {'number': 1.*} has none",
+    ),
+    "too many rewards": (
+        {"reward_func": lambda a, b: [[0.5] * 3] * 2},
+        r"<lambda> returned 3 values for 2 items: {'number': 1.*} has one too many",
+    ),
+    "not a number": (
+        {"reward_func": lambda a, b: [0.5, float("nan")]},
+        r"<lambda> returned nan for item 1, {'number': 1.*}; it takes a number",
+    ),
+    "a word": ({"reward_func": lambda a, b: ["1", 1]}, r"<lambda> returned '1' for item 0, .*; it takes a number"),
+    "processor raises": (
+        {"reward_processor": lambda reward: {}[reward]},
+        r"reward_processor raised on 0.25 of item 0, {'number': 0.*}: KeyError: 0.25",
+    ),
+    "processor returns nothing": (
+        {"reward_processor": lambda reward: None},
+        r"reward_processor returned None for item 0, .*; it takes a number",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_a_task_does_wrong_is_one_line(case):
+    functions, message = WRONG[case]
+    with pytest.raises(TaskError, match=f"^{message}$") as error:
+        episodes = Episodes(task_of(**functions), ITEMS, 2, num_turns=2)
+        episodes.score(RESPONSES, PROMPTS)
+        episodes.prompts(0, Tokenizer())
+    assert "\n" not in str(error.value)
+
+
+def test_a_reward_function_that_fails_once_is_called_once_more(capsys):
+    calls = []
+
+    def reward_func(first, second):
+        calls.append(first)
+        if len(calls) == 1:
+            raise ConnectionError("the judge is away")
+        return [1.0, 1.0]
+
+    episodes = Episodes(task_of(reward_func=reward_func), ITEMS, 2, num_turns=1)
+    assert episodes.score(RESPONSES, PROMPTS)[0] == [[1.0, 1.0]] * 2 and len(calls) == 2
+    assert "reward_func raised ConnectionError: the judge is away; it is asked once more" in capsys.readouterr().out
+
+
+def test_a_reward_function_has_so_much_time():
+    def reward_func(first, second):
+        time.sleep(5)
+
+    start = time.perf_counter()
+    episodes = Episodes(task_of(reward_func=reward_func), ITEMS, 2, num_turns=1, timeout=0.1)
+    message = "raised TimeoutError: no answer within --reward-timeout, 0.1 s on the batch of 2 items$"
+    with pytest.raises(TaskError, match=message):
+        episodes.score(RESPONSES, PROMPTS)
+    assert time.perf_counter() - start < 2
+    with time_limit(0.1):
+        pass
+    time.sleep(0.2)  # the alarm is off

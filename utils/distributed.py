@@ -1,0 +1,139 @@
+"""Processes that train together, one for each device: which of them this is, and means and sums over all of them."""
+
+import atexit
+import os
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from utils.cli import UserError
+
+# Under which names MPI's launchers announce a process: its rank, its rank on this machine, the number of processes
+MPI = [
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
+]
+
+
+def start():
+    """The device of this process, cuda:LOCAL_RANK or cpu. The first call starts the group of several processes.
+
+    RANK, LOCAL_RANK and WORLD_SIZE come from torchrun, accelerate launch or MPI. Raises UserError where a launcher
+    announces several processes in another way, and where the machine has fewer GPUs than processes.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        take_over_mpi()
+        refuse_other_launchers()
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    device = device_of(int(os.environ.get("LOCAL_RANK", 0)) if several else 0)
+    if several and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)
+    return device
+
+
+def take_over_mpi():
+    """Set the variables of torchrun from those of MPI, where there are any."""
+    for rank_name, local_rank_name, size_name in MPI:
+        if size_name in os.environ:
+            os.environ["RANK"] = os.environ.get(rank_name, "0")
+            os.environ["LOCAL_RANK"] = os.environ.get(local_rank_name, "0")
+            os.environ["WORLD_SIZE"] = os.environ[size_name]
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def refuse_other_launchers():
+    """Raise UserError where one of several processes would take itself for the only one."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1:
+        raise UserError(f"srun starts {tasks} processes that do not know of each other: start one torchrun a machine")
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
+        raise UserError("accelerate launch starts one process of several here: add --multi_gpu, also on CPUs")
+
+
+def wants_cpu():
+    """Whether accelerate launch --cpu asks for the CPU, also on a machine with GPUs."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+
+
+def device_of(local_rank):
+    """The device of a process by its rank on this machine. Raises UserError."""
+    if wants_cpu() or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(f"each process takes a GPU; of {torch.cuda.device_count()} there is none for rank {local_rank}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def rank():
+    """The number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    """The number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main():
+    """Whether this is the process that writes and speaks."""
+    return rank() == 0
+
+
+def total(x):
+    """The sum of a tensor of one shape over the processes; x itself with one process. Carries no gradient."""
+    if world_size() == 1:
+        return x
+    summed = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(summed)
+    return summed
+
+
+def mean(x):
+    """The mean of a tensor of one shape over the processes; x itself with one process. Carries no gradient."""
+    return x if world_size() == 1 else total(x) / world_size()
+
+
+def gather(x):
+    """The tensors of all processes, of one shape [R, ...], as one [processes * R, ...], in order of rank."""
+    if world_size() == 1:
+        return x
+    gathered = [torch.empty_like(x) for _ in range(world_size())]
+    dist.all_gather(gathered, x.detach().contiguous())
+    return torch.cat(gathered)
+
+
+def gather_objects(x):
+    """A list of what each process has, in order of rank."""
+    if world_size() == 1:
+        return [x]
+    gathered = [None] * world_size()
+    dist.all_gather_object(gathered, x)
+    return gathered
+
+
+def average_gradients(parameters):
+    """Average gradients over the processes, in place. Where only some processes have one, it is 0 in the others."""
+    if world_size() == 1:
+        return
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    if not parameters:
+        return
+    here = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=parameters[0].device)
+    for parameter, processes in zip(parameters, total(here).tolist()):
+        if processes > 0:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.copy_(mean(parameter.grad))
+
+
+def say(text):
+    """Print a line above the progress bar, on the main process only."""
+    if is_main():
+        tqdm.write(text)

@@ -1,0 +1,93 @@
+"""What a run shows: its curves, its last samples side by side, and where the time went."""
+
+import shutil
+import textwrap
+
+from matplotlib.figure import Figure
+
+from utils.cli import one_line
+
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#555555"]  # Okabe and Ito
+
+
+def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
+    """curves.png: reward, response lengths, entropy, value loss, explained variance, distance to the initial model."""
+    steps = [row["global_step"] for row in rows]
+    agents = [key.split("/")[0] for key in rows[0] if key.endswith("/policy_loss")]
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(2, 3).flat
+
+    def panel(label, lines):
+        axis = next(axes)
+        axis.set_title(label, loc="left", fontsize=11)
+        axis.set_xlabel("joint samples", fontsize=9)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        for color, (name, values) in zip(COLORS, lines):
+            axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+            axis.plot(steps, smooth(values), color=color, linewidth=2, label=name)
+        if len(lines) > 1:
+            axis.legend(frameon=False, fontsize=9)
+        return axis
+
+    def per_agent(metric):
+        return [(agent.replace("_", " "), [row[f"{agent}/{metric}"] for row in rows]) for agent in agents]
+
+    reward = panel("reward", [("training", [row["reward_mean"] for row in rows])])
+    held_out_rows = [row for row in rows if row.get(held_out) is not None]
+    if held_out_rows:
+        at = [row["global_step"] for row in held_out_rows]
+        values = [row[held_out] for row in held_out_rows]
+        reward.plot(at, values, "o", color="black", markersize=5, label="held-out items")
+    if optimum is not None:
+        reward.axhline(optimum, color="black", linestyle="--", linewidth=1, label="optimal play")
+    reward.legend(frameon=False, fontsize=9)
+    panel("response length (tokens)", per_agent("response_length"))
+    panel("entropy (nats a token)", per_agent("entropy"))
+    panel("value loss", per_agent("value_loss"))
+    panel("explained variance of the critic", per_agent("explained_variance")).set_ylim(-1.05, 1.05)
+    panel("log-prob. a token under the initial model", [("team", [row["reference_logprob"] for row in rows])])
+    figure.savefig(path, dpi=100)
+
+
+def smooth(values, reach=4):
+    """Each value's mean with up to `reach` neighbours on either side, as many on both."""
+    means = []
+    for k in range(len(values)):
+        near = min(reach, k, len(values) - 1 - k)
+        means.append(sum(values[k - near : k + near + 1]) / (2 * near + 1))
+    return means
+
+
+def time_table(totals, elapsed):
+    """Where the time went, as text: seconds by phase, and of all."""
+    totals = {**totals, "start, end": max(0.0, elapsed - sum(totals.values()))}
+    lines = [f"{phase:<12}{seconds:>8.1f} s {seconds / elapsed:>7.1%}" for phase, seconds in totals.items()]
+    return "\n".join(["", "where the time went", *lines, f"{'in all':<12}{elapsed:>8.1f} s", ""])
+
+
+def side_by_side(samples, width=None):
+    """Joint samples as text, the agents' responses in columns."""
+    width = width or min(160, shutil.get_terminal_size((120, 24)).columns)
+    lines = []
+    for sample in samples:
+        texts = sample["completions"]
+        column = max(20, (width - 3 * (len(texts) - 1)) // len(texts))
+        item = "  ".join(f"{key}: {one_line(value)}" for key, value in sample["item"].items())
+        lines += ["", f"sample of update {sample['update']}, reward {sample['reward']:.2f}"]
+        lines += [*textwrap.wrap(item, width), ""]
+        cells = []
+        for i, text in enumerate(texts):
+            cells.append([f"agent {i}:"])
+            for line in as_text(text).split("\n"):
+                cells[i] += textwrap.wrap(line, column)
+        for k in range(max(map(len, cells))):
+            row = [cell[k] if k < len(cell) else "" for cell in cells]
+            lines.append(" | ".join(text.ljust(column) for text in row).rstrip())
+    return "\n".join(lines)
+
+
+def as_text(turns):
+    """An agent's responses in one joint sample, of one turn or of many, as one text."""
+    return turns if isinstance(turns, str) else "\n".join(f"[{k}] {text}" for k, text in enumerate(turns, 1))

@@ -1,0 +1,232 @@
+"""Episodes of a team under way: ask the task for prompts, rewards and next prompts, and check what it returns."""
+
+import contextlib
+import inspect
+import math
+import signal
+
+from tqdm import tqdm
+
+from utils.cli import TaskError, one_line
+from utils.prompts import render
+
+
+class Episodes:
+    """B episodes of a team of N agents, one of each item, of at most `num_turns` turns.
+
+    While some are `running` (numbers from 0 to B - 1), every agent answers its `prompts`, and `score` takes the
+    responses. `prompt_history[k][agent]` and `response_history[k][agent]` are lists, turn by turn, of episode k.
+    An episode also ends after a turn whose reward (the agents' mean) is above `threshold`. A call of reward_func that
+    takes longer than `timeout` seconds fails. Raises TaskError where a formatter fails.
+    """
+
+    def __init__(self, task, items, num_agents, num_turns, threshold=None, timeout=None):
+        self.task = task
+        self.items = items
+        self.num_agents = num_agents
+        self.num_turns = num_turns
+        self.threshold = threshold
+        self.timeout = timeout
+        self.turn = 0
+        self.running = list(range(len(items)))
+        self.prompt_history = [[[] for _ in range(num_agents)] for _ in items]
+        self.response_history = [[[] for _ in range(num_agents)] for _ in items]
+        for agent, formatter in enumerate(formatters_of(task, num_agents)):
+            for k, item in enumerate(items):
+                with blame(f"formatter of agent {agent} failed on item {k}", item):
+                    prompt = call(formatter, item, agent=agent, num_agents=num_agents)
+                self.prompt_history[k][agent].append(prompt)
+
+    def prompts(self, agent, tokenizer):
+        """What an agent reads in the running episodes: strings, special tokens included. Raises TaskError."""
+        source = "formatter" if self.turn == 0 else "external_transition"
+        texts = []
+        for k in self.running:
+            with blame(f"{source} of agent {agent} gave no prompt for item {k}", self.items[k]):
+                texts.append(render(self.prompt_history[k][agent][-1], tokenizer))
+        return texts
+
+    def score(self, responses, prompts):
+        """Score the responses to the prompts, N lists of one for each running episode, and end the turn.
+
+        Returns the rewards as reward_func gave them, and as reward_processor (if any) left them: N lists of floats
+        each. Raises TaskError where the task fails.
+        """
+        playing = self.running
+        for agent, texts in enumerate(responses):
+            for k, text in zip(playing, texts):
+                self.response_history[k][agent].append(text)
+        rewards, processed = team_rewards(
+            self.task,
+            items=[self.items[k] for k in playing],
+            prompts=prompts,
+            responses=responses,
+            turns=[[self.response_history[k][agent] for k in playing] for agent in range(self.num_agents)],
+            turn=self.turn,
+            num_turns=self.num_turns,
+            timeout=self.timeout,
+        )
+        self.running = []
+        if self.turn + 1 < self.num_turns:
+            for k, agent_rewards in zip(playing, zip(*rewards)):
+                good_enough = self.threshold is not None and sum(agent_rewards) / self.num_agents > self.threshold
+                if not good_enough and self.add_prompts(k):
+                    self.running.append(k)
+        self.turn += 1
+        return rewards, processed
+
+    def add_prompts(self, k):
+        """Ask the task for the next prompts of an episode; False where it ends the episode."""
+        item = self.items[k]
+        history = self.prompt_history[k]
+        with blame(f"external_transition failed on item {k}", item):
+            prompts = call(
+                self.task.external_transition,
+                prompt=item.get("prompt", "") if isinstance(item, dict) else "",
+                agent_completions=[responses[-1] for responses in self.response_history[k]],
+                num_agents=self.num_agents,
+                prompt_history_per_agent=[list(prompts) for prompts in history],
+                response_history_per_agent=[list(responses) for responses in self.response_history[k]],
+                item=item,
+                turn=self.turn,
+            )
+        if prompts is None:
+            return False
+        if not isinstance(prompts, (list, tuple)) or len(prompts) != self.num_agents:
+            takes = f"a list of {self.num_agents} prompts, or None"
+            raise TaskError(f"external_transition returned {one_line(repr(prompts), 80)}; it takes {takes}")
+        for agent, prompt in enumerate(prompts):
+            history[agent].append(prompt)
+        return True
+
+
+def formatters_of(task, num_agents):
+    """The formatter of each agent: the task has one for all, or a list."""
+    if isinstance(task.formatters, (list, tuple)):
+        return list(task.formatters)
+    return [task.formatters] * num_agents
+
+
+@contextlib.contextmanager
+def blame(what, item):
+    """Within it, an error of the task's own code becomes a TaskError of one line."""
+    try:
+        yield
+    except Exception as error:
+        raise TaskError(f"{what}, {one_line(item, 80)}: {type(error).__name__}: {one_line(error)}") from error
+
+
+def call(function, *arguments, **optional):
+    """function(*arguments), with those of the optional arguments that it names; all of them if it takes **any."""
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters}
+        optional = {name: value for name, value in optional.items() if name in names}
+    return function(*arguments, **optional)
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Within it, Python code that takes longer is ended by a TimeoutError; None: no limit. For the main thread only."""
+
+    def expire(*_):
+        raise TimeoutError(f"no answer within --reward-timeout, {seconds:g} s")
+
+    if seconds is None:
+        yield
+        return
+    handler = signal.signal(signal.SIGALRM, expire)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def team_rewards(task, items, prompts, responses, turns, turn, num_turns, timeout=None):
+    """Rewards of B joint responses from N lists each of prompts, of responses, of all responses of an episode so far.
+
+    Returns N lists of B floats as reward_func gave them, and as reward_processor (if any) left them. Raises TaskError,
+    naming the function, the item and the value, where a function fails, or returns anything but finite numbers.
+    """
+    N = len(responses)
+    name = getattr(task.reward_func, "__name__", "reward_func")
+
+    def reward_rows(rows):
+        with time_limit(timeout):
+            return call(
+                task.reward_func,
+                *select(responses, rows),
+                items=[items[k] for k in rows],
+                prompts=select(prompts, rows),
+                turns=select(turns, rows),
+                turn=turn,
+                num_turns=num_turns,
+            )
+
+    rewards = as_lists(call_twice(reward_rows, name, items), name, N, items)
+    rewards = [[as_number(value, name, k, items[k]) for k, value in enumerate(row)] for row in rewards]
+    processed = rewards
+    if hasattr(task, "reward_processor"):
+        processed = [[process(task, value, k, items[k]) for k, value in enumerate(row)] for row in rewards]
+    copies = N if len(rewards) == 1 else 1  # a joint reward is each agent's
+    return rewards * copies, processed * copies
+
+
+def select(lists, rows):
+    return [[values[k] for k in rows] for values in lists]
+
+
+def call_twice(reward_rows, name, items):
+    """What reward_func returns for all items, at a second attempt if need be. Raises TaskError where both fail."""
+    rows = range(len(items))
+    try:
+        return reward_rows(rows)
+    except Exception as error:
+        tqdm.write(f"{name} raised {one_line(f'{type(error).__name__}: {error}')}; it is asked once more")
+    try:
+        return reward_rows(rows)
+    except Exception as error:
+        cause = error
+    where = f"the batch of {len(items)} items"
+    if not isinstance(cause, TimeoutError):
+        for k in rows:  # which item is it?
+            try:
+                reward_rows([k])
+            except Exception as error:
+                cause = error
+                where = f"item {k}, {one_line(items[k], 80)}"
+                break
+    raise TaskError(f"{name} raised {type(cause).__name__}: {one_line(cause)} on {where}") from cause
+
+
+def as_lists(rewards, name, num_agents, items):
+    """What reward_func returned as one list of B values (joint rewards) or a list for each agent. Raises TaskError."""
+    B = len(items)
+    try:
+        rewards = [value.tolist() if hasattr(value, "tolist") else value for value in rewards]
+    except TypeError:
+        got = one_line(repr(rewards), 80)
+        raise TaskError(f"{name} returned {got}; it takes a list of {B} numbers") from None
+    per_agent = len(rewards) == num_agents and all(isinstance(row, (list, tuple)) for row in rewards)
+    rows = rewards if per_agent else [rewards]
+    for row in rows:
+        if len(row) != B:
+            item = one_line(items[min(len(row), B - 1)], 80)
+            what = "has none" if len(row) < B else "has one too many"
+            raise TaskError(f"{name} returned {len(row)} values for {B} items: {item} {what}")
+    return rows
+
+
+def process(task, value, k, item):
+    with blame(f"reward_processor raised on {value} of item {k}", item):
+        processed = task.reward_processor(value)
+    return as_number(processed, "reward_processor", k, item)
+
+
+def as_number(value, name, k, item):
+    if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(value):
+        got = one_line(repr(value), 80)
+        raise TaskError(f"{name} returned {got} for item {k}, {one_line(item, 80)}; it takes a number")
+    return float(value)
