@@ -102,7 +102,7 @@ class AlgorithmArgs:
     advantage_normalization: bool = True  # standardise advantages over the rollout
     entropy_coef: NonNegativeFloat = 0.0  # beta, the weight of the entropy bonus
     value_loss_coef: NonNegativeFloat = 0.02  # weight of the value loss
-    value_clip_range: PositiveFloat | None = 0.2  # how far from its old value a value is followed; none: no clipping
+    value_clip_range: PositiveFloat | None = 0.2  # most that a value's loss lets it change; none: no clipping
     mini_batch_size: PositiveInt = 16  # joint samples in an optimiser step, over all processes
 
 
@@ -137,7 +137,7 @@ class Args(TrainingArgs, tasks.TaskArgs, FolderArgs, ModelArgs, SamplingArgs, Al
 CRITIC_FLAG = "--critic-model-name-or-path"
 
 
-def check_args(args, model=None):
+def check_args(args):
     """Raise UserError for flags that do not go together, before anything is loaded or written."""
     processes = distributed.world_size()
     divisor = args.num_generations * processes
@@ -153,6 +153,10 @@ def check_args(args, model=None):
         raise UserError("--value-head-hidden-dim has no effect with --use-separate-critic")
     if args.early_termination_threshold is not None and args.num_turns == 1:
         raise UserError("--early-termination-threshold has no effect with --num-turns 1")
+
+
+def check_models(args, model=None):
+    """Raise UserError for a model that is not to be had; `model` stands in for what --model names."""
     if model is None:
         for name in per_agent("--model", args.model, args.num_agents):
             check_model(name, "--model", args.trust_remote_code)
@@ -404,7 +408,7 @@ def count_positions(attention_mask):
 
 
 def choose(logits, args, generator):
-    """Next tokens [B] from logits [B, V], already divided by the temperature."""
+    """Next tokens [B] from logits [B, vocabulary], already divided by the temperature."""
     if not args.do_sample:
         return logits.argmax(-1)
     if args.top_k:
@@ -555,7 +559,7 @@ def score_turn(episodes, rollouts):
 
 
 def model_inputs(rollout):
-    """What a model reads to predict every response token of the R turns that were played, a row each."""
+    """What a model reads to predict every response token of the turns that were played, a row each."""
     played = rollout.played
     mask = torch.cat([rollout.prompt_mask[played], rollout.mask[played].long()], 1)
     ids = torch.cat([rollout.prompt_ids[played], rollout.response_ids[played]], 1)
@@ -569,14 +573,14 @@ def model_inputs(rollout):
 
 
 def scatter(x, played):
-    """[R, L] of the turns that were played as [B, T, L], 0 elsewhere."""
+    """[*, L] of the turns that were played, a row each, as [B, T, L], 0 elsewhere."""
     scattered = x.new_zeros(*played.shape, x.shape[-1])
     scattered[played] = x
     return scattered
 
 
 def forward_policy(model, rollout, args):
-    """log pi(.|h_t) of the distribution that is sampled from, [R, L, vocabulary], and last hidden states [R, L, D]."""
+    """log pi(.|h_t) of the distribution that is sampled from, [*, L, vocabulary], and last hidden states [*, L, D]."""
     L = rollout.mask.shape[-1]
     with autocast(model, args):
         out = model(**model_inputs(rollout), logits_to_keep=L, output_hidden_states=True)
@@ -640,7 +644,7 @@ def masked_mean(x, mask):
     return (x * mask).sum() / distributed.mean(mask.sum())
 
 
-def standardise(x, mask, eps=1e-8):
+def standardise(x, mask, eps=1e-6):
     """(x - mean) / max(deviation, eps) over the mask's ones in all processes, 0 elsewhere."""
     count = distributed.total(mask.sum())
     mean = distributed.total((x * mask).sum()) / count
@@ -799,9 +803,8 @@ def describe_update(batch, history):
 # --- main: sample, score, learn, log ----------------------------------------------------------------------------------
 
 
-def build_run(args, folder, task, agents, generator, updates, updates_per_epoch):
+def build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum):
     """The run's folder, with what it is to keep and to restore."""
-    optimum = task.optimum(args.num_agents, args.num_turns) if hasattr(task, "optimum") else None
     return Run(
         folder,
         args,
@@ -818,12 +821,19 @@ def build_run(args, folder, task, agents, generator, updates, updates_per_epoch)
 
 
 def evaluate(agents, task, items, args):
-    """The team's mean reward on held-out items, sampled with the same noise each time."""
+    """The team's mean reward on held-out items, sampled with the same noise each time.
+
+    It is this process's share: averaged over the processes, it is the mean.
+    """
     rank = distributed.rank()
+    processes = distributed.world_size()
+    own_items = [items[k] for k in range(rank, len(items), processes)]
+    if not own_items:
+        return 0.0
     generator = torch.Generator(agents[0].actor.device).manual_seed(args.seed + rank)
-    items = [items[k] for k in range(rank, len(items), distributed.world_size())]
-    rollouts = play(agents, task, items, args, generator, phase=lambda name: None)
-    return team_metrics(rollouts)["reward_mean"]
+    rollouts = play(agents, task, own_items, args, generator, phase=lambda name: None)
+    rewards = torch.stack([rollout.rewards for rollout in rollouts]).mean(0)  # [B, T]
+    return sum(rewards.unbind(1)).mean() * (len(own_items) * processes / len(items))
 
 
 def main(args=None, task=None, model=None, tokenizer=None):
@@ -835,17 +845,20 @@ def main(args=None, task=None, model=None, tokenizer=None):
     device = distributed.start()
     rank = distributed.rank()
     processes = distributed.world_size()
-    check_args(args, model)
+    check_args(args)
+    check_models(args, model)
     task = tasks.load_task(task or args.task or sys.modules[__name__], args.num_agents, args.num_turns)
     folder = run_folder(args, __file__, args.task)
     items_per_update = args.rollout_buffer_size // args.num_generations
     train_items, held_out_items = tasks.load_items(task, args, args.seed, items_per_update)
     updates = args.num_train_epochs * len(train_items) // items_per_update
+    updates_per_epoch = len(train_items) / items_per_update
+    optimum = task.optimum(args.num_agents, args.num_turns) if hasattr(task, "optimum") else None
 
     set_seed(args.seed)
     agents = build_agents(args, device, updates, model, tokenizer)
     generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * rank)
-    with build_run(args, folder, task, agents, generator, updates, len(train_items) / items_per_update) as run:
+    with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
         data = tasks.batches(train_items, items_per_update, args.num_train_epochs, args.seed, run.step)
         for step, items in run.updates(data):
             # 1. Every agent answers; the team is scored, turn by turn.

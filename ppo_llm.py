@@ -14,10 +14,12 @@ standardised after G is taken. With turns as actions, each token of a turn has t
     python ppo_llm.py --task tldr --num-agents 2        two agents summarise, one turn
 
 An episode in an environment is one transcript: prompt, response, observation, response ... Only what the agent sampled,
-the end of its turn included, is an action, and one forward pass learns from all turns. N agents share one frozen base;
-each has its own LoRA adapters (actor, critic, reference) and value head.
+the end of its turn included, is an action, and one forward pass learns from all turns. After its end, and after its
+last turn, an episode is worth 0; where it is truncated, by the environment or for lack of room, V of its end. N agents
+share one frozen base; each has its own LoRA adapters (actor, critic, reference) and value head.
 
-Simplified: one process. The base stays in eval mode; LoRA's dropout, if any, is on only while learning.
+Simplified: one process. The base stays in eval mode; LoRA's dropout, if any, is on only while learning. With --top-p,
+--top-k, --min-p or --repetition-penalty pi_old is still the distribution without them.
 Source: AgileRL's page on LLMPPO; PPO (arXiv 1707.06347); GAE (arXiv 1506.02438); LoRA (arXiv 2106.09685).
 
 Shapes: B episodes of a rollout, T turns of an episode, R transcripts of an episode (1 in an environment, T on a task,
@@ -343,8 +345,9 @@ def load_base(args, device, model=None, tokenizer=None):
     return model.to(device).eval(), tokenizer
 
 
-def build_agents(base, tokenizer, updates, args):
+def build_agents(args, device, updates, model=None, tokenizer=None):
     """N agents on one base, from --load-checkpoint where it is given. Raises UserError."""
+    base, tokenizer = load_base(args, device, model, tokenizer)
     roles = ["actor", "critic"]
     if args.use_separate_reference_adapter:
         roles.append("reference")
@@ -396,7 +399,7 @@ class Transcript:
 
 @dataclass
 class Rollout:
-    """What one agent did in B episodes of up to T turns, in R transcripts each; what was not played is 0."""
+    """What one agent did in B episodes of up to T turns, in R transcripts each; the mask is 0 where none played."""
 
     prompt_ids: torch.Tensor  # [B, R, P]
     prompt_mask: torch.Tensor  # [B, R, P] 1 on tokens
@@ -519,8 +522,8 @@ def autocast(model, args):
     return torch.autocast(model.device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16")
 
 
-def choose(ids, logits, args, generator):
-    """Next tokens [B] after ids [B, t], from logits [B, V] that are divided by the temperature.
+def choose_tokens(ids, logits, args, generator):
+    """Next tokens [B] after ids [B, t], from logits [B, vocabulary] that are divided by the temperature.
 
     With no generator, the likeliest.
     """
@@ -535,7 +538,7 @@ def choose(ids, logits, args, generator):
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
 
 
-def sample_tokens(agent, prompts, args, generator):
+def continue_prompts(agent, prompts, args, generator):
     """Let an agent continue prompts, lists of ids, token by token: new ids, -1 after an end, and log pi, each [B, L].
 
     Rows that have ended are dropped from the batch and from the cache: only rows that still run are computed.
@@ -560,7 +563,7 @@ def sample_tokens(agent, prompts, args, generator):
         logits = penalise(ids, out.logits[:, -1].float()) / args.temperature
         if t < args.min_output_tokens:
             logits[:, end_ids] = -torch.inf
-        tokens = choose(ids, logits, args, generator)
+        tokens = choose_tokens(ids, logits, args, generator)
         response_ids[rows, t] = tokens
         logprobs[rows, t] = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 
@@ -585,7 +588,7 @@ def sample(agent, prompts, args, generator):
     chunk_size = args.hf_generate_chunk_size or len(prompts)
     with autocast(agent.model, args):
         for start in range(0, len(prompts), chunk_size):
-            chunk = sample_tokens(agent, prompts[start : start + chunk_size], args, generator)
+            chunk = continue_prompts(agent, prompts[start : start + chunk_size], args, generator)
             for row_ids, row_logprobs in zip(*chunk):
                 sampled = row_ids >= 0
                 response_ids.append(row_ids[sampled].tolist())
@@ -683,7 +686,7 @@ def play_task(agents, task, items, args, generator, phase):
 # --- Learning: log-probabilities, values, rewards, advantages, the losses ---------------------------------------------
 
 
-def model_inputs(rollout, args):
+def transcript_inputs(rollout, args):
     """What a model reads: the rows that were played, all of their tokens."""
     played = rollout.has_tokens
     attention_mask = torch.cat([rollout.prompt_mask[played], rollout.response_mask[played]], 1)
@@ -708,7 +711,7 @@ def forward_adapter(agent, adapter, rollout, args):
     """log pi(.|h), [*, L, vocabulary], before each of a transcript's L tokens, of an adapter (None: of the base)."""
     L = rollout.response_ids.shape[-1]
     with autocast(agent.model, args):
-        out = adapters.forward(agent.model, adapter, **model_inputs(rollout, args), logits_to_keep=L + 1)
+        out = adapters.forward(agent.model, adapter, **transcript_inputs(rollout, args), logits_to_keep=L + 1)
     return (out.logits[:, :-1].float() / args.temperature).log_softmax(-1)
 
 
@@ -728,7 +731,7 @@ def critic_values(agent, rollout, args):
     """V before each of a transcript's L tokens, then V after the last: [B, R, L + 1]."""
     L = rollout.response_ids.shape[-1]
     with autocast(agent.model, args):
-        hidden_states = adapters.hidden_states(agent.model, agent.critic, **model_inputs(rollout, args))
+        hidden_states = adapters.hidden_states(agent.model, agent.critic, **transcript_inputs(rollout, args))
     values = agent.value_head(hidden_states[:, -L - 1 :].float()).squeeze(-1)
     return scatter(values, rollout.has_tokens)
 
@@ -762,7 +765,7 @@ def samples_exactly(args):
     return full_precision and full_support and args.repetition_penalty == 1 and args.calc_position_embeddings
 
 
-def standardise(x, mask, eps=1e-8):
+def standardise(x, mask, eps=1e-6):
     """(x - mean) / max(deviation, eps) over the mask's ones, 0 elsewhere."""
     count = distributed.total(mask.sum())
     mean = distributed.total((x * mask).sum()) / count
@@ -962,14 +965,12 @@ def optimizer_step(agent, args):
     return {"grad_norm": norm, "skipped": torch.tensor(0.0 if finite else 1.0)}
 
 
-def describe_drift(rollout, args):
-    """How far an agent is from its reference: metrics, means over tokens in nats; none without a penalty."""
-    if args.beta == 0:
-        return {}
+def describe_drift(rollout, reference_logprobs):
+    """How far an agent is from its reference: metrics, means over tokens in nats."""
     num_tokens = rollout.mask.sum()
     return {
-        "kl": ((rollout.logprobs - rollout.reference_logprobs) * rollout.mask).sum() / num_tokens,
-        "reference_logprob": (rollout.reference_logprobs * rollout.mask).sum() / num_tokens,
+        "kl": ((rollout.logprobs - reference_logprobs) * rollout.mask).sum() / num_tokens,
+        "reference_logprob": (reference_logprobs * rollout.mask).sum() / num_tokens,
     }
 
 
@@ -1062,8 +1063,7 @@ def main(args=None, task=None, model=None, tokenizer=None):
     updates_per_epoch = len(train_items) / args.rollout_buffer_size
 
     set_seed(args.seed)
-    base, tokenizer = load_base(args, device, model, tokenizer)
-    agents = build_agents(base, tokenizer, updates, args)
+    agents = build_agents(args, device, updates, model, tokenizer)
     generator = torch.Generator(device).manual_seed(args.seed)
     with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
         data = tasks.batches(train_items, args.rollout_buffer_size, args.num_train_epochs, args.seed, run.step)
@@ -1098,7 +1098,8 @@ def main(args=None, task=None, model=None, tokenizer=None):
                 agent.schedules[0].step()
                 update_reference(agent, step, len(train_items), args)
 
-                drifts.append(describe_drift(rollout, args))
+                if args.beta > 0:
+                    drifts.append(describe_drift(rollout, rollout.reference_logprobs))
                 for name, x in describe_update(batch, history).items():
                     agent_metrics[f"agent_{i}/{name}"] = x
 

@@ -26,14 +26,20 @@ def reward_func(*completions):
 
 def train(script, agents, folder, output_dir):
     task = SimpleNamespace(**(vars(speed.TASK) | {"reward_func": reward_func}))
-    flags = {"model": folder, "output_dir": output_dir, "num_agents": agents, "train_size": 32, "num_train_epochs": 1}
-    flags |= {"rollout_buffer_size": 16}
+    flags = {
+        "model": folder,
+        "num_agents": agents,
+        "train_size": 32,
+        "num_train_epochs": 1,
+        "rollout_buffer_size": 16,
+        "output_dir": output_dir,
+    }
     if script == "ppo_llm":
         args = ppo_llm.Args(**flags, max_output_tokens=64, evaluation_interval=0, batch_size=4, lora_rank=8)
         ppo_llm.main(args, task)
     else:
-        flags |= {"use_separate_critic": True, "model": (folder,), "max_new_tokens": 64, "eval_interval": 0}
-        ippo_llm.main(ippo_llm.Args(**flags, mini_batch_size=4), task)
+        args = ippo_llm.Args(**flags, use_separate_critic=True, max_new_tokens=64, eval_interval=0, mini_batch_size=4)
+        ippo_llm.main(args, task)
 
 
 def main():

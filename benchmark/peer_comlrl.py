@@ -1,7 +1,7 @@
 """Train CoMLRL's own released trainer on our model, prompts, items and rewards, and write a run folder like ours.
 
     python -m venv peer; . peer/bin/activate           # one environment for iac, another for ippo
-    pip install torch transformers datasets wandb openai tqdm accelerate matplotlib safetensors tyro==1.0.17
+    pip install torch transformers datasets wandb openai tqdm accelerate matplotlib safetensors pydantic tyro==1.0.17
     pip install --no-deps comlrl==1.4.3                # iac; for ippo comlrl==1.2.6, the last release that has it
     python -m benchmark.peer_comlrl iac --task tldr --seed 1 --output-dir runs/peer_iac_1
 
@@ -27,8 +27,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from utils.cli import UserError
+from utils.files import in_columns, lock, write_whole, writing
 from utils.models import locate
-from utils.run import git_commit, in_columns, lock, versions, write_whole, writing
+from utils.run import git_commit, versions
 from utils.tasks import batches, load_task
 from utils.tasks.episodes import Episodes
 
@@ -103,7 +104,7 @@ class Peer:
 
     def reward(self, first, second):
         rewards, processed = self.timed("reward", self.episode.score, [first, second], self.prompts())
-        self.total += sum(given for (given,) in rewards) / 2
+        self.total += sum(value for (value,) in rewards) / 2
         if self.flags.num_turns > 1:  # the peer takes no None from external_transition; this ends the episode, or not
             self.trainer.args.early_termination_threshold = None if self.episode.running else float("-inf")
         return [value for (value,) in processed]

@@ -12,19 +12,28 @@ import utils.run
 
 
 def main():
-    spent, write, start = [], utils.run.write_checkpoint, time.perf_counter()
+    write = utils.run.write_checkpoint
+    seconds = []
 
-    def timed(*given):
+    def timed(*arguments):
         before = time.perf_counter()
-        write(*given)
-        spent.append(time.perf_counter() - before)
+        write(*arguments)
+        seconds.append(time.perf_counter() - before)
 
     utils.run.write_checkpoint = timed
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        few = {"train_size": 640, "num_train_epochs": 1, "eval_interval": 0}
-        ippo_llm.main(ippo_llm.Args(use_separate_critic=True, save_interval=1, output_dir=folder, **few))
-    update = (time.perf_counter() - start - sum(spent)) / len(spent)
-    save = statistics.median(spent)
+        args = ippo_llm.Args(
+            use_separate_critic=True,
+            train_size=640,
+            num_train_epochs=1,
+            eval_interval=0,
+            save_interval=1,
+            output_dir=folder,
+        )
+        ippo_llm.main(args)
+    update = (time.perf_counter() - start - sum(seconds)) / len(seconds)
+    save = statistics.median(seconds)
     print(f"a checkpoint {save:.2f} s, an update {update:.2f} s: {save / (save + 10 * update):.1%} if saved every ten")
 
 

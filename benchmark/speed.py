@@ -36,11 +36,46 @@ TASK = SimpleNamespace(
 )
 
 
+def train(flags, output_dir):
+    """Train with the flags of the command line; returns the Run. Raises UserError."""
+    if flags.script == "ppo_llm":
+        args = ppo_llm.Args(
+            model=flags.folder,
+            num_agents=flags.agents,
+            train_size=flags.prompts,
+            num_train_epochs=flags.iterations,
+            rollout_buffer_size=flags.prompts,
+            max_output_tokens=flags.new_tokens,
+            evaluation_interval=0,
+            batch_size=flags.batch_size,
+            micro_batch_size_per_gpu=flags.micro_batch_size,
+            update_epochs=1,
+            lora_rank=8,
+            lora_alpha=16.0,
+            lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"),
+            output_dir=output_dir,
+        )
+        return ppo_llm.main(args, TASK)[1]
+    args = ippo_llm.Args(
+        model=flags.folder,
+        num_agents=flags.agents,
+        train_size=flags.prompts,
+        num_train_epochs=flags.iterations,
+        rollout_buffer_size=flags.prompts,
+        max_new_tokens=flags.new_tokens,
+        eval_interval=0,
+        use_separate_critic=flags.critic == "separate",
+        output_dir=output_dir,
+    )
+    return ippo_llm.main(args, TASK)[1]
+
+
 class Stopwatch:
-    """Seconds spent in the functions that it was told to `watch`; calls within calls count once."""
+    """Seconds spent in the functions that it is to `watch`; calls within calls count once."""
 
     def __init__(self):
-        self.seconds, self.running = 0.0, False
+        self.seconds = 0.0
+        self.running = False
 
     def watch(self, owner, name):
         original = getattr(owner, name)
@@ -48,11 +83,13 @@ class Stopwatch:
         def watched(*args, **kwargs):
             if self.running:
                 return original(*args, **kwargs)
-            self.running, start = True, time.perf_counter()
+            self.running = True
+            start = time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
-                self.running, self.seconds = False, self.seconds + time.perf_counter() - start
+                self.running = False
+                self.seconds += time.perf_counter() - start
 
         setattr(owner, name, watched)
 
@@ -65,8 +102,8 @@ def main():
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--script", choices=["ippo_llm", "ppo_llm"], default="ippo_llm")
     parser.add_argument("--agents", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=16, help="ppo_llm's transcripts in an optimiser step")
-    parser.add_argument("--micro-batch-size", type=int, help="ppo_llm's transcripts in a forward pass")
+    parser.add_argument("--batch-size", type=int, default=16, help="ppo_llm's episodes in an optimiser step")
+    parser.add_argument("--micro-batch-size", type=int, help="ppo_llm's episodes in a forward pass")
     parser.add_argument("--critic", choices=["separate", "head"], default="separate", help="of ippo_llm's agents")
     flags = parser.parse_args()
 
@@ -75,30 +112,23 @@ def main():
     for owner, name in ((type(model), "forward"), (type(model.base_model), "forward"), (torch.Tensor, "backward")):
         inside.watch(owner, name)
     inside.watch(torch.optim.AdamW, "step")
-    same = {"num_agents": flags.agents, "train_size": flags.prompts, "num_train_epochs": flags.iterations}
-    same |= {"rollout_buffer_size": flags.prompts}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            if flags.script == "ppo_llm":
-                own = {"model": flags.folder, "max_output_tokens": flags.new_tokens, "evaluation_interval": 0}
-                own |= {"batch_size": flags.batch_size, "micro_batch_size_per_gpu": flags.micro_batch_size}
-                own |= {"update_epochs": 1, "lora_rank": 8, "lora_alpha": 16.0}
-                own |= {"lora_target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")}
-                _, run = ppo_llm.main(ppo_llm.Args(**same, **own, output_dir=folder), TASK)
-            else:
-                own = {"model": (flags.folder,), "max_new_tokens": flags.new_tokens, "eval_interval": 0}
-                own |= {"use_separate_critic": flags.critic == "separate"}
-                _, run = ippo_llm.main(ippo_llm.Args(**same, **own, output_dir=folder), TASK)
+            run = train(flags, folder)
     except UserError as error:
         parser.error(str(error))
-    speeds = {key: [row[key] for row in run.rows] for key in ("samples_per_second", "new_tokens_per_second")}
-    spent = sum(seconds for phase, seconds in run.totals.items())
+    samples_per_second = [row["samples_per_second"] for row in run.rows]
+    new_tokens_per_second = [row["new_tokens_per_second"] for row in run.rows]
     result = {name: getattr(flags, name) for name in ("script", "agents", "prompts", "new_tokens")}
-    result |= {"critic": flags.critic} if flags.script == "ippo_llm" else {}
-    result |= {f"joint_{key}": round(statistics.median(values), 1) for key, values in speeds.items()}
-    result |= {"first_iteration_samples_per_second": round(speeds["samples_per_second"][0], 1)}
-    result |= {"all_iterations_samples_per_second": round(statistics.harmonic_mean(speeds["samples_per_second"]), 1)}
-    result |= {"share_outside_model_calls": round(1 - inside.seconds / spent, 4)}
+    if flags.script == "ippo_llm":
+        result["critic"] = flags.critic
+    result |= {
+        "joint_samples_per_second": round(statistics.median(samples_per_second), 1),
+        "joint_new_tokens_per_second": round(statistics.median(new_tokens_per_second), 1),
+        "first_iteration_samples_per_second": round(samples_per_second[0], 1),
+        "all_iterations_samples_per_second": round(statistics.harmonic_mean(samples_per_second), 1),
+        "share_outside_model_calls": round(1 - inside.seconds / sum(run.totals.values()), 4),
+    }
     print(json.dumps(result))
 
 

@@ -1,11 +1,17 @@
 import copy
+import functools
 import os
+import signal
+import sys
 
 import pytest
 import torch
-from helpers import TINY
+from helpers import TINY, make_model
+from processes import alone, copy_begun, make_whole
+from short_runs import train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import utils.run
 from utils.tasks import tldr
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, one thread each, and so do the processes that they start
@@ -35,3 +41,72 @@ def prompts(tokenizer):
     requests += [item["prompt"] + "\n\n" + requests[2] for item in tldr.eval_dataset(2, 0)]
     chats = [[{"role": "user", "content": request}] for request in requests]
     return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+
+
+# --- Runs in processes of their own -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory):
+    """A folder for what is made once; the workers of pytest-xdist share it."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def small_model(shared_folder, tokenizer):
+    """The folder of a model that is quick to load and to save."""
+    folder = shared_folder / "small_model"
+    with alone(shared_folder / "small_model.lock"):
+        return str(folder) if folder.exists() else make_model(folder, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def whole(shared_folder, small_model):
+    """Makes a run that nothing stops, of a command: its `folder`, and its `pace` in seconds an update."""
+
+    def make(case, *more, model=small_model):
+        return make_whole(shared_folder, case, model, *more)
+
+    return make
+
+
+@pytest.fixture
+def begun(whole, tmp_path):
+    """Makes the folder of a run that has done three of its six updates."""
+
+    def make(case="ippo head 1 number", name="run"):
+        return copy_begun(whole(case).folder, tmp_path / name)
+
+    return make
+
+
+# --- Short runs in this process ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path, monkeypatch):
+    """A folder of its own to work in, no curves, and a check that runs put back what they take."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)  # takes longer than all the rest
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """Makes the folder of a short run of a script that nothing happens to."""
+
+    @functools.cache
+    def make(script):
+        folder = tmp_path_factory.mktemp(script) / "run"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(utils.run, "draw_curves", lambda *_: None)
+            train(script, folder=folder)
+        return folder
+
+    return make

@@ -3,6 +3,7 @@
 import csv
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -121,8 +122,8 @@ def task_of(**attributes):
     return SimpleNamespace(**({name: getattr(tldr, name) for name in names} | attributes))
 
 
-def make_model(folder, tokenizer):
-    """The folder of another model, a fifth as wide as the embedded one, with another chat template."""
+def build_model(tokenizer):
+    """Another model, a fifth as wide as the embedded one."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -132,7 +133,12 @@ def make_model(folder, tokenizer):
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    return LlamaForCausalLM(config)
+
+
+def make_model(folder, tokenizer):
+    """The folder of `build_model`, with another chat template."""
+    build_model(tokenizer).save_pretrained(folder)
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     other.chat_template = "{% for message in messages %}Q: {{ message['content'] }} A: {% endfor %}"
     other.save_pretrained(folder)
@@ -143,3 +149,233 @@ def read_metrics(folder):
     """The rows of a run's metrics.csv, dicts of strings."""
     with open(Path(folder) / "metrics.csv", newline="") as file:
         return list(csv.DictReader(file))
+
+
+# --- ppo_llm: agents, and rollouts of made-up transcripts -------------------------------------------------------------
+
+GAMES = [  # tokens of each game: prompt, response, observation, response ...
+    [5, 3],
+    [9, 4, 3, 2, 4, 6],
+    [7, 2, 3, 5, 4],
+    [4, 6],
+    [6, 1, 2, 1, 2, 1],
+    [11, 2, 5, 7],
+    [3, 8],
+    [8, 3, 2, 4],
+]
+TRUNCATED_GAMES = (2, 3, 7)
+TASK_EPISODES = [  # tokens of prompt and response of each turn; two episodes end early
+    [[5, 3], [9, 4], [12, 1]],
+    [[4, 6]],
+    [[6, 2], [7, 7]],
+    [[3, 1], [8, 5], [5, 2]],
+]
+
+
+def make_ppo_agents(base, tokenizer, args, scale=0.1):
+    """Agents of ppo_llm, on a copy of the base, whose adapters and value heads are not 0. `args` are resolved."""
+    torch.manual_seed(1)
+    agents = ppo_llm.build_agents(args, torch.device("cpu"), 10, base, tokenizer)
+    randomise_adapters(agents[0].model, scale)
+    return [randomise_value_head(agent, i) for i, agent in enumerate(agents)]
+
+
+def randomise_adapters(model, scale=0.1, seed=2):
+    """New adapters change nothing; these do."""
+    generator = seeded(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def make_transcript(lengths, turn, generator):
+    """A transcript of random tokens: prompt, response, observation, response ..., the first of them in that turn."""
+    pieces = [torch.randint(5, 768, (length,), generator=generator).tolist() for length in lengths]
+    transcript = ppo_llm.Transcript([""], pieces[0], turn=turn)
+    for k, piece in enumerate(pieces[1:]):
+        if k % 2 == 0:
+            transcript.add_response(piece, [0.0] * len(piece), "")
+        else:
+            transcript.add_observation(piece)
+    return transcript
+
+
+def make_episodes(kind):
+    """Made-up episodes of a game or of a task: B lists of transcripts, and B lists of rewards for each turn."""
+    generator = seeded(3)
+    if kind == "game":
+        episodes = [[make_transcript(lengths, 0, generator)] for lengths in GAMES]
+        for k in TRUNCATED_GAMES:
+            episodes[k][0].truncated = True
+    else:
+        episodes = []
+        for turns in TASK_EPISODES:
+            episodes.append([make_transcript(lengths, turn, generator) for turn, lengths in enumerate(turns)])
+    rewards = []
+    for episode in episodes:
+        num_turns = sum(len(transcript.responses) for transcript in episode)
+        rewards.append(torch.randn(num_turns, generator=generator).tolist())
+    return episodes, rewards
+
+
+def make_ppo_rollout(episodes, rewards, agent, args):
+    """The rollout of made-up episodes, with the agent's and the reference's log-probabilities."""
+    raw_rewards = [[reward + 10 for reward in turns] for turns in rewards]  # which nothing is to learn from
+    items = [{"item": k} for k in range(len(episodes))]
+    rollout = ppo_llm.collate(episodes, raw_rewards, rewards, items, agent, args)
+    rollout.logprobs = ppo_llm.compute_logprobs(agent, agent.actor, rollout, args) * rollout.mask  # as sampled
+    rollout.reference_logprobs = ppo_llm.compute_logprobs(agent, agent.reference, rollout, args)
+    return rollout
+
+
+def make_ppo_batch(agent, rollout, args):
+    """What main does between sampling and learning: a rollout as one mini-batch, in its own order."""
+    values = ppo_llm.compute_values(agent, rollout, args)
+    rewards, values, action_mask = ppo_llm.prepare_actions(rollout, values, args)
+    advantages, returns = ppo_llm.gae(rewards, values, action_mask, args.gamma, args.gae_lambda)
+    if args.adv_whitening:
+        advantages = ppo_llm.standardise(advantages, action_mask)
+    batch = ppo_llm.Batch(rollout, values, advantages, returns, action_mask, args.micro_batch_size_per_gpu)
+    batch.num_tokens = rollout.mask.sum()
+    batch.num_actions = action_mask.sum()
+    return batch
+
+
+class Action(NamedTuple):
+    """An action of an episode: a token, or a turn."""
+
+    transcript: int  # in the episode
+    turn: int
+    columns: list  # of its tokens among the transcript's response tokens
+    reward: float
+    value: torch.Tensor
+
+    def index(self, episode, args):
+        """Where a [B, R, L] of tokens or a [B, T, 1] of turns has it."""
+        if args.action_granularity == "turn":
+            return episode, self.turn, 0
+        return episode, self.transcript, self.columns[0]
+
+
+def turns_of(transcript):
+    """The columns of the tokens of each turn: {turn: list}."""
+    columns = {}
+    for column, turn in enumerate(transcript.turn_of_token):
+        if turn >= 0:
+            columns.setdefault(turn, []).append(column)
+    return columns
+
+
+def values_of(agent, transcript):
+    """V before each of a transcript's L tokens, then V after the last, [L + 1] in float64, without any padding."""
+    agent.model.set_adapter(agent.critic)
+    ids = torch.tensor([transcript.ids])
+    hidden_states = agent.model(ids, output_hidden_states=True).hidden_states[-1]
+    return agent.value_head(hidden_states)[0, len(transcript.prompt_ids) - 1 :, 0].double()
+
+
+def actions_of(episode, rewards, values, args):
+    """The actions of an episode, one after the other, from its turns' rewards and its transcripts' values_of."""
+    actions = []
+    for k, transcript in enumerate(episode):
+        for turn, columns in turns_of(transcript).items():
+            turn_values = [values[k][column] for column in columns]
+            if args.action_granularity == "turn":
+                reductions = {
+                    "first_value": turn_values[0],
+                    "mean": sum(turn_values) / len(turn_values),
+                    "final_value": turn_values[-1],
+                }
+                actions.append(Action(k, turn, columns, rewards[turn], reductions[args.turn_value_reduction]))
+            else:
+                for column, value in zip(columns, turn_values):
+                    reward = rewards[turn] if column == columns[-1] else 0.0
+                    actions.append(Action(k, turn, [column], reward, value))
+    return actions
+
+
+class Pass(NamedTuple):
+    """A forward pass of the base in a run of ppo_llm."""
+
+    function: str  # of the script, that made it
+    adapter: str | None  # None: no adapter
+    rows: int  # in the batch
+    has_positions: bool  # whether it was told position ids
+
+
+def watch_passes(monkeypatch):
+    """Let runs of ppo_llm record their forward passes: an object with `passes`, a list of Pass, and the `base`."""
+    watched = SimpleNamespace(passes=[], functions=[], base=None)
+    load_base = ppo_llm.load_base
+
+    def record(module, values, named):
+        projection = module.layers[0].self_attn.q_proj
+        adapter = None if projection.disable_adapters else projection.active_adapters[0]
+        rows = len(named["input_ids"])
+        watched.passes.append(Pass(watched.functions[-1], adapter, rows, named.get("position_ids") is not None))
+
+    def load_and_watch(*values):
+        watched.base, tokenizer = load_base(*values)
+        watched.base.base_model.register_forward_pre_hook(record, with_kwargs=True)
+        return watched.base, tokenizer
+
+    def within(name):
+        function = getattr(ppo_llm, name)
+
+        def call(*values, **named):
+            watched.functions.append(name)
+            result = function(*values, **named)
+            watched.functions.pop()
+            return result
+
+        monkeypatch.setattr(ppo_llm, name, call)
+
+    monkeypatch.setattr(ppo_llm, "load_base", load_and_watch)
+    for name in ("sample", "compute_logprobs", "compute_values", "ppo_loss", "value_loss"):
+        within(name)
+    return watched
+
+
+# --- Teams of adapters on a base of some thousand parameters ----------------------------------------------------------
+
+TINY_IDS = torch.arange(5, 25).reshape(2, 10)
+
+
+def tiny_base(seed=0, **config):
+    """A random Llama."""
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(shape | config))).eval()
+
+
+def make_team_args(base, **flags):
+    """Resolved args of ppo_llm for two agents on a base that is called some/base."""
+    small = {"task": "number", "num_agents": 2, "model": "some/base", "lora_rank": 4, "lora_alpha": 8.0}
+    return ppo_llm.resolve_args(ppo_llm.Args(**(small | flags)), model=base)
+
+
+def make_team(base, tokenizer, **flags):
+    """Two agents of ppo_llm on a copy of the base, with new adapters, or those of the flag load_checkpoint."""
+    args = make_team_args(base, **flags)
+    torch.manual_seed(1)
+    return ppo_llm.build_agents(args, torch.device("cpu"), 10, base, tokenizer)
+
+
+@torch.no_grad()
+def tiny_logits(model, adapter=None):
+    """What the model says under an adapter, or under the one that is active."""
+    if adapter:
+        model.set_adapter(adapter)
+    return model(TINY_IDS).logits
+
+
+def same_tensors(first, second):
+    return len(first) == len(second) and all(torch.equal(x, y) for x, y in zip(first, second))

@@ -1,27 +1,33 @@
-"""Numbers against independent calculations: Python loops in float64, and dense formulas without masks or batches."""
+"""What an agent learns from: dense formulas without masks, padding or batches, sequence by sequence."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import estimate, make_args, randomise_value_head
+from helpers import (
+    all_parameters,
+    gradients,
+    learning_targets,
+    make_agent,
+    make_args,
+    seeded,
+    set_rewards,
+    state_of,
+    whole_minibatch,
+)
 
+import iac_llm
 import ippo_llm
-from ippo_llm import Agent, evaluate_critic, evaluate_policy, gae, losses, sample, update
+from ippo_llm import Batch, ippo_loss, minibatches, optimizer_step, sample, standardise, token_rewards
+from utils.metrics import explained_variance
 
 CRITICS = pytest.mark.parametrize("critic", ["separate", "head"])
-
-
-def make_agent(args, model, tokenizer, critic, seed=0):
-    return randomise_value_head(Agent(args, model, tokenizer, model.base_model if critic == "separate" else None), seed)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+PLAIN = {"reward_normalization": False, "advantage_normalization": False, "value_clip_range": None, "kl_coef": 0.0}
 
 
 def sequences(rollout):
-    """Each row of a rollout by itself, without padding: its token ids, and how many of them are the response."""
+    """Each row of a rollout of one turn by itself, without padding: token ids [1, P + L], and L."""
     for row in range(len(rollout.mask)):
         prompt = rollout.prompt_ids[row][rollout.prompt_mask[row] == 1]
         response = rollout.response_ids[row][rollout.mask[row] == 1]
@@ -32,247 +38,292 @@ def dense(agent, ids, length, temperature):
     """log pi of the response's tokens, the entropies and the values before them, of one sequence without padding."""
     out = agent.actor(ids, output_hidden_states=True)
     log_pi = torch.log_softmax(out.logits[0, :-1] / temperature, -1)[-length:]
-    hidden = agent.critic(ids).last_hidden_state if agent.critic else out.hidden_states[-1]
-    values = agent.value_head(hidden)[0, :-1, 0][-length:]
+    hidden_states = agent.critic(ids).last_hidden_state if agent.critic else out.hidden_states[-1]
+    values = agent.value_head(hidden_states)[0, :-1, 0][-length:]
     return log_pi[range(length), ids[0, -length:]], -(log_pi.exp() * log_pi).sum(-1), values
 
 
-def gradients(agent):
-    return {name: p.grad.clone() for name, p in agent.named_parameters() if p.grad is not None}
+def zero_gradients(agent):
+    for optimizer in agent.optimizers:
+        optimizer.zero_grad()
 
 
-def assert_same_gradients(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert sum(g.abs().sum() for g in theirs.values()) > 0
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], atol=1e-5, rtol=1e-4, msg=name)
+def assert_same_gradients(actual, expected):
+    assert sum(gradient.abs().sum() for gradient in expected) > 0
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
 
 
-def test_gae_equals_a_loop_in_float64():
-    gamma, lam, lengths, L = 0.9, 0.7, [6, 1, 4, 3], 6
-    rewards, values = torch.randn(2, 4, L, generator=generator(), dtype=torch.float64)
-    mask = (torch.arange(L) < torch.tensor(lengths)[:, None]).double()
-    advantages, returns = gae(rewards, values, mask, gamma, lam)
-    for row, length in enumerate(lengths):
-        for t in range(L):
-            expected = 0.0
-            for step in range(t, length):
-                following = values[row, step + 1].item() if step + 1 < length else 0.0
-                delta = rewards[row, step].item() + gamma * following - values[row, step].item()
-                expected += (gamma * lam) ** (step - t) * delta
-            assert advantages[row, t].item() == pytest.approx(expected, abs=1e-12)
-            assert returns[row, t].item() == pytest.approx((expected + values[row, t].item()) * (t < length), abs=1e-12)
-
-
-def test_gae_with_lambda_one_is_the_return_less_the_value_and_with_zero_the_td_error():
-    rewards, values = torch.randn(2, 3, 5, generator=generator())
-    ones = torch.ones(3, 5)
-    advantages, returns = gae(rewards, values, ones, 1.0, 1.0)
-    torch.testing.assert_close(returns, rewards.flip(1).cumsum(1).flip(1))
-    advantages, _ = gae(rewards, values, ones, 0.5, 0.0)
-    torch.testing.assert_close(advantages[:, :-1], rewards[:, :-1] + 0.5 * values[:, 1:] - values[:, :-1])
+# --- Log-probabilities and values -------------------------------------------------------------------------------------
 
 
 @CRITICS
-def test_gradients_equal_those_of_a_dense_formula(model, tokenizer, prompts, accelerator, critic):
+def test_padding_changes_nothing(model, tokenizer, prompts, critic):
+    args = make_args()
+    agent = make_agent(args, model, tokenizer, critic)
+    rollout = sample(agent, prompts, args, seeded())
+    with torch.no_grad():
+        log_pi, _ = ippo_llm.forward_policy(agent.actor, rollout, args)
+        logprobs = ippo_llm.take_logprobs(log_pi, rollout)
+        entropy = ippo_llm.take_entropy(log_pi, rollout)
+        values = ippo_llm.compute_values(agent, rollout, args)
+        for row, (ids, length) in enumerate(sequences(rollout)):
+            for x, y in zip((logprobs, entropy, values), dense(agent, ids, length, 1.0)):
+                torch.testing.assert_close(x[row, 0, :length], y, atol=1e-5, rtol=0)
+
+
+def test_reference_logprobs_and_values_do_not_depend_on_the_size_of_a_pass(model, tokenizer, prompts):
+    agent = make_agent(make_args(), model, tokenizer, "separate")
+    rollout = sample(agent, prompts, make_args(), seeded())
+    for compute in (ippo_llm.compute_reference_logprobs, ippo_llm.compute_values):
+        whole, parts = [compute(agent, rollout, make_args(mini_batch_size=size)) for size in (5, 2)]
+        torch.testing.assert_close(whole * rollout.mask, parts * rollout.mask, atol=1e-5, rtol=0)
+
+
+# --- Rewards ----------------------------------------------------------------------------------------------------------
+
+
+def test_standardised_numbers_have_mean_zero_and_deviation_one():
+    x = torch.tensor([[1.0, 5.0, 99.0], [3.0, 99.0, 99.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    deviation = (8 / 3) ** 0.5  # of 1, 5, 3
+    torch.testing.assert_close(standardise(x, mask), torch.tensor([[-2.0, 2, 0], [0, 0, 0]]) / deviation)
+
+
+@pytest.mark.parametrize(
+    "x, eps, expected",
+    [
+        ([2.0, 2.0], 0.5, [0.0, 0.0]),
+        ([2.0, 4.0], 0.5, [-1.0, 1.0]),  # deviation 1
+        ([2.0, 4.0], 4.0, [-0.25, 0.25]),
+    ],
+)
+def test_numbers_are_always_centred_and_divided_by_eps_at_least(x, eps, expected):
+    assert standardise(torch.tensor(x), torch.ones(2), eps).tolist() == expected
+
+
+def rollout_of_rewards(rewards, mask):
+    """A rollout of nothing but rewards [B, T] and a mask [B, T, L]."""
+    mask = torch.tensor(mask)
+    rewards = torch.tensor(rewards)
+    return SimpleNamespace(processed_rewards=rewards, mask=mask, played=mask.any(-1), logprobs=torch.zeros_like(mask))
+
+
+def test_a_turns_reward_is_on_its_last_token():
+    mask = [[[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]], [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]]
+    rollout = rollout_of_rewards([[5.0, 7.0], [3.0, 0.0]], mask)
+    rewards = token_rewards(rollout, torch.zeros_like(rollout.mask), make_args(reward_normalization=False))
+    assert rewards.tolist() == [[[0.0, 5.0, 0.0], [0.0, 0.0, 7.0]], [[3.0, 0.0, 0.0], [0.0, 0.0, 0.0]]]
+
+
+@pytest.mark.parametrize(
+    "rewards, flags, expected",
+    [
+        ([[1.0, 3.0], [2.0, 0.0]], {"reward_norm_eps": 0.1}, [-(1.5**0.5), 1.5**0.5, 0.0]),  # deviation (2 / 3)^0.5
+        ([[1.0, 3.0], [2.0, 0.0]], {"reward_norm_eps": 2.0}, [-0.5, 0.5, 0.0]),
+        ([[4.0, 4.0], [4.0, 0.0]], {}, [0.0, 0.0, 0.0]),
+    ],
+)
+def test_rewards_are_standardised_over_the_turns_that_were_played(rewards, flags, expected):
+    rollout = rollout_of_rewards(rewards, [[[1.0], [1.0]], [[1.0], [0.0]]])
+    standardised = token_rewards(rollout, torch.zeros_like(rollout.mask), make_args(**flags)).flatten().tolist()
+    assert standardised == pytest.approx([*expected, 0.0], abs=1e-6)
+
+
+def test_the_kl_penalty_is_paid_by_the_token(model, tokenizer, prompts):
+    args = make_args(**(PLAIN | {"kl_coef": 0.1}), gamma=1.0, gae_lambda=1.0)
+    agent = ippo_llm.Agent(model, model.base_model, tokenizer, args)
+    with torch.no_grad():
+        agent.actor.lm_head.weight.mul_(1.05)
+    rollout = set_rewards(sample(agent, prompts, args, seeded()), torch.arange(5.0))
+    _, _, returns, _ = learning_targets(agent, rollout, args)
+    initial = SimpleNamespace(actor=model, critic=agent.critic, value_head=agent.value_head)
+    for row, (ids, length) in enumerate(sequences(rollout)):
+        log_ratio = (dense(agent, ids, length, 1.0)[0] - dense(initial, ids, length, 1.0)[0]).detach()
+        for t in range(length):
+            expected = row - 0.1 * log_ratio[t:].sum()  # values are 0, so the return is the sum of what is to come
+            torch.testing.assert_close(returns[row, 0, t], expected, atol=1e-4, rtol=0)
+
+
+def test_a_turns_reward_is_the_sum_over_its_tokens_and_its_value_that_of_its_prompt():
+    rewards, values = torch.randn(2, 4, 3, 5, generator=seeded())
+    mask = (torch.arange(5) < torch.randint(0, 6, (4, 3, 1), generator=seeded())).float()
+    turn_rewards, turn_values, turn_mask = ippo_llm.group_actions(
+        rewards * mask, values, mask, make_args(action_granularity="turn")
+    )
+    torch.testing.assert_close(turn_rewards[..., 0], (rewards * mask).sum(-1))
+    assert torch.equal(turn_values, values[..., :1]) and torch.equal(turn_mask[..., 0] > 0, mask.any(-1))
+
+
+# --- The loss ---------------------------------------------------------------------------------------------------------
+
+
+@CRITICS
+def test_gradients_equal_those_of_a_dense_formula(model, tokenizer, prompts, critic):
     args = make_args(entropy_coef=0.3, value_loss_coef=0.7, temperature=0.8, gamma=0.9, gae_lambda=0.8)
     agent = make_agent(args, model, tokenizer, critic)
-    rollout = sample(agent, prompts, args, generator())
-    estimate(agent, model, rollout, torch.randn(5, generator=generator()), args, accelerator)
-    with torch.no_grad():  # so that some values are clipped, and some are not
-        rollout.values += 0.5 * torch.randn(rollout.values.shape, generator=generator())
-    batch = rollout.select(torch.arange(5))
-    parts = losses(agent, batch, batch.mask.sum(), batch.action_mask.sum(), args)
-    parts["loss"].backward()
-    ours = gradients(agent)
+    rollout = set_rewards(sample(agent, prompts, args, seeded()), torch.randn(5, generator=seeded()))
+    old_values, *targets = learning_targets(agent, rollout, args)
+    old_values += 0.5 * torch.randn(old_values.shape, generator=seeded())  # some values are clipped, and some are not
+    minibatch = whole_minibatch(rollout, [old_values, *targets])
+    loss, metrics = ippo_loss(agent, minibatch, args)
+    loss.backward()
+    actual = gradients(agent)
 
-    agent.zero_grad()
-    policy = value = entropy = clipped = 0.0
+    zero_gradients(agent)
+    policy_loss = value_loss = entropy = num_clipped = 0.0
     for row, (ids, length) in enumerate(sequences(rollout)):
         logprobs, entropies, values = dense(agent, ids, length, args.temperature)
         for t in range(length):
-            old, target = rollout.values[row, t], rollout.returns[row, t]
-            near = torch.minimum(torch.maximum(values[t], old - 0.2), old + 0.2)
-            clipped += int((near - target) ** 2 > (values[t] - target) ** 2)
-            policy = policy - logprobs[t] * rollout.advantages[row, t]
-            value = value + max((values[t] - target) ** 2, (near - target) ** 2)
+            old_value = old_values[row, 0, t]
+            target = minibatch.returns[row, 0, t]
+            clipped_value = torch.minimum(torch.maximum(values[t], old_value - 0.2), old_value + 0.2)
+            num_clipped += int((clipped_value - target) ** 2 > (values[t] - target) ** 2)
+            policy_loss = policy_loss - logprobs[t] * minibatch.advantages[row, 0, t]
+            value_loss = value_loss + max((values[t] - target) ** 2, (clipped_value - target) ** 2)
             entropy = entropy + entropies[t]
     count = rollout.mask.sum()
-    assert 0 < clipped < count
-    ((policy - 0.3 * entropy + 0.7 * value) / count).backward()
-    assert_same_gradients(ours, gradients(agent))
-    for name, expected in (("policy_loss", policy), ("value_loss", value), ("entropy", entropy)):
-        torch.testing.assert_close(parts[name], expected / count, atol=1e-5, rtol=1e-4)
+    assert 0 < num_clipped < count
+    ((policy_loss - 0.3 * entropy + 0.7 * value_loss) / count).backward()
+    assert_same_gradients(actual, gradients(agent))
+    for name, expected in (("policy_loss", policy_loss), ("value_loss", value_loss), ("entropy", entropy)):
+        torch.testing.assert_close(metrics[name], expected / count, atol=1e-5, rtol=1e-4)
 
 
-def test_turns_as_actions_give_the_gradient_of_the_plain_formula(model, tokenizer, prompts, accelerator):
-    flags = {"reward_normalization": False, "advantage_normalization": False, "value_clip_range": None, "kl_coef": 0.0}
-    args = make_args(action_granularity="turn", value_loss_coef=0.4, **flags)
-    agent = make_agent(args, model, tokenizer, "head")
-    rollout = sample(agent, prompts, args, generator())
-    rewards = torch.randn(5, generator=generator())
-    estimate(agent, model, rollout, rewards, args, accelerator)
-    assert rollout.advantages.shape == (5, 1)
-    batch = rollout.select(torch.arange(5))
-    losses(agent, batch, batch.mask.sum(), batch.action_mask.sum(), args)["loss"].backward()
-    ours = gradients(agent)
+def test_turns_as_actions_give_the_gradient_of_the_plain_formula(model, tokenizer, prompts):
+    args = make_args(action_granularity="turn", value_loss_coef=0.4, **PLAIN)
+    agent = make_agent(args, model, tokenizer)
+    rewards = torch.randn(5, generator=seeded())
+    rollout = set_rewards(sample(agent, prompts, args, seeded()), rewards)
+    targets = learning_targets(agent, rollout, args)
+    assert all(x.shape == (5, 1, 1) for x in targets)
+    loss, _ = ippo_loss(agent, whole_minibatch(rollout, targets), args)
+    loss.backward()
+    actual = gradients(agent)
 
-    agent.zero_grad()
+    zero_gradients(agent)
     loss = 0.0
     for reward, (ids, length) in zip(rewards, sequences(rollout)):
         logprobs, _, values = dense(agent, ids, length, args.temperature)
         loss = loss - logprobs.sum() * (reward - values[0].detach()) + 0.4 * (reward - values[0]) ** 2
     (loss / 5).backward()
-    assert_same_gradients(ours, gradients(agent))
+    assert_same_gradients(actual, gradients(agent))
 
 
-@CRITICS
-def test_padding_changes_nothing(model, tokenizer, prompts, accelerator, critic):
+def test_with_one_turn_as_the_action_iac_and_ippo_have_the_same_gradient(model, tokenizer, prompts):
+    by_script = []
+    for script, loss_function in ((ippo_llm, ippo_llm.ippo_loss), (iac_llm, iac_llm.iac_loss)):
+        args = make_args(script=script, action_granularity="turn", gamma=0.9)
+        agent = make_agent(args, model, tokenizer, script=script)
+        rollout = set_rewards(script.sample(agent, prompts, args, seeded()), torch.randn(5, generator=seeded(1)))
+        targets = learning_targets(agent, rollout, args, script)
+        loss, _ = loss_function(agent, whole_minibatch(rollout, targets, script), args)
+        loss.backward()
+        by_script.append(gradients(agent))
+    assert_same_gradients(*by_script)
+
+
+# --- Mini-batches and steps -------------------------------------------------------------------------------------------
+
+
+def make_batch(agent, prompts, args):
+    """A batch of one answer to each prompt, with rewards 0, 1, 2, ..."""
+    rollout = set_rewards(sample(agent, prompts, args, seeded()), torch.arange(float(len(prompts))))
+    return Batch(rollout, *learning_targets(agent, rollout, args))
+
+
+def update(agent, batch, args):
+    """One pass over a batch; returns the metrics of each step."""
+    history = []
+    for minibatch in minibatches(batch, args, seeded()):
+        metrics = agent.faults.backward(agent, minibatch, args, ippo_loss)
+        history.append(metrics | optimizer_step(agent, args))
+    return history
+
+
+def test_mini_batches_have_each_episode_once_and_count_their_own_actions(model, tokenizer, prompts):
+    args = make_args(mini_batch_size=2)
+    batch = make_batch(make_agent(args, model, tokenizer), prompts, args)
+    rewards = []
+    for minibatch in minibatches(batch, args, seeded()):
+        rewards += minibatch.rollout.rewards.flatten().tolist()
+        assert minibatch.num_actions == minibatch.num_tokens == minibatch.action_mask.sum()
+        assert len(minibatch.action_mask) <= 2
+    assert sorted(rewards) == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_mini_batches_are_drawn_anew_each_time(model, tokenizer, prompts):
+    args = make_args(mini_batch_size=2)
+    batch = make_batch(make_agent(args, model, tokenizer), prompts, args)
+    generator = seeded()
+    members = []
+    for _ in range(4):
+        passes = [sorted(each.rollout.rewards.flatten().tolist()) for each in minibatches(batch, args, generator)]
+        members.append(str(passes))
+    assert len(set(members)) > 1
+
+
+def test_an_agent_begins_on_its_own_policy(model, tokenizer, prompts):
     args = make_args()
-    agent = make_agent(args, model, tokenizer, critic)
-    rollout = sample(agent, prompts, args, generator())
-    with torch.no_grad():
-        together = rollout.select(torch.arange(5))
-        logprobs, entropy, hidden = evaluate_policy(agent.actor, together, 1.0)
-        values = evaluate_critic(agent, together) if agent.critic else agent.values(hidden)
-        for row, (ids, length) in enumerate(sequences(rollout)):
-            for ours, alone in zip((logprobs, entropy, values), dense(agent, ids, length, 1.0)):
-                torch.testing.assert_close(ours[row, :length], alone, atol=1e-5, rtol=0)
-
-
-def test_sampled_logprobs_and_values_equal_evaluated_ones(model, tokenizer, prompts):
-    args = make_args(temperature=0.7, max_new_tokens=40)
-    agent = make_agent(args, model, tokenizer, "head")
-    rollout = sample(agent, prompts, args, generator())
-    with torch.no_grad():
-        logprobs, _, hidden = evaluate_policy(agent.actor, rollout, 0.7)
-    assert len(set(rollout.mask.sum(1).tolist())) > 1  # rows end at different times, and are dropped then
-    torch.testing.assert_close(rollout.logprobs, logprobs * rollout.mask, atol=1e-5, rtol=0)
-    torch.testing.assert_close(rollout.values, agent.values(hidden).detach() * rollout.mask, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_greedy_sampling_equals_generate(model, tokenizer, prompts, chunk):
-    args = make_args(do_sample=False, max_new_tokens=40, per_device_train_batch_size=chunk)
-    rollout = sample(Agent(args, model, tokenizer), prompts, args, generator())
-    encoded = tokenizer(prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
-    expected = model.generate(**encoded, do_sample=False, max_new_tokens=40)[:, encoded.input_ids.shape[1] :]
-    torch.testing.assert_close(rollout.response_ids, expected)
-    lengths = [(row != tokenizer.pad_token_id).sum().item() for row in expected]
-    assert rollout.mask.sum(1).tolist() == lengths
-
-
-def test_top_k_and_top_p_leave_only_the_likeliest_tokens():
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0]]).expand(2000, 5)  # 0.64, 0.23, 0.09, 0.03, 0.01
-    for flags, kept in (
-        ({"top_k": 2}, {0, 1}),
-        ({"top_p": 0.8}, {0, 1}),
-        ({"top_p": 0.9}, {0, 1, 2}),
-        ({}, {*range(5)}),
-    ):
-        assert set(ippo_llm.choose(logits, make_args(**flags), generator()).tolist()) == kept
-    assert set(ippo_llm.choose(logits, make_args(do_sample=False), generator()).tolist()) == {0}
-
-
-def test_sampling_follows_the_probabilities():
-    logits = torch.tensor([[1.0, 0.0, -1.0]]).expand(20_000, 3)
-    counts = torch.bincount(ippo_llm.choose(logits, make_args(), generator()), minlength=3) / 20_000
-    torch.testing.assert_close(counts, logits[0].softmax(-1), atol=0.015, rtol=0)
-
-
-def test_the_kl_penalty_is_paid_by_the_token(model, tokenizer, prompts, accelerator):
-    flags = {"reward_normalization": False, "advantage_normalization": False, "gamma": 1.0, "gae_lambda": 1.0}
-    args = make_args(kl_coef=0.1, **flags)
-    agent = Agent(args, model, tokenizer, model.base_model)
-    with torch.no_grad():
-        agent.actor.lm_head.weight.mul_(1.05)
-    rollout = sample(agent, prompts, args, generator())
-    estimate(agent, model, rollout, torch.arange(5.0), args, accelerator)
-    initial = copy.deepcopy(agent)
-    initial.actor = model
-    for row, (ids, length) in enumerate(sequences(rollout)):
-        log_ratio = (dense(agent, ids, length, 1.0)[0] - dense(initial, ids, length, 1.0)[0]).detach()
-        for t in range(length):
-            expected = row - 0.1 * log_ratio[t:].sum()  # values are 0, so the return is the sum of what is to come
-            torch.testing.assert_close(rollout.returns[row, t], expected, atol=1e-4, rtol=0)
+    agent = make_agent(args, model, tokenizer)
+    rollout = set_rewards(sample(agent, prompts, args, seeded()), torch.arange(5.0))
+    _, metrics = ippo_loss(agent, whole_minibatch(rollout, learning_targets(agent, rollout, args)), args)
+    assert abs(metrics["approx_kl"].item()) < 1e-8
 
 
 @CRITICS
-def test_an_update_of_one_agent_leaves_the_others_bits_alone(model, tokenizer, prompts, accelerator, critic):
+def test_an_update_of_one_agent_leaves_the_others_bits_alone(model, tokenizer, prompts, critic):
     args = make_args()
     agents = [make_agent(args, model, tokenizer, critic, seed) for seed in range(2)]
-    pointers = [{p.data_ptr() for p in agent.parameters()} for agent in (*agents, model)]
+    initial = [parameter.clone() for parameter in model.parameters()]
+    before = [state_of(agent) for agent in agents]
+    update(agents[0], make_batch(agents[0], prompts, args), args)
+    assert not all(torch.equal(x, y) for x, y in zip(before[0], state_of(agents[0])))
+    assert all(torch.equal(x, y) for x, y in zip(before[1], state_of(agents[1])))
+    assert all(torch.equal(x, y) for x, y in zip(initial, model.parameters()))
+
+
+@CRITICS
+def test_actor_critic_and_value_head_learn(model, tokenizer, prompts, critic):
+    args = make_args()
+    agent = make_agent(args, model, tokenizer, critic)
+    modules = [agent.actor, agent.value_head, *([agent.critic] if agent.critic else [])]
+    before = copy.deepcopy([module.state_dict() for module in modules])
+    update(agent, make_batch(agent, prompts, args), args)
+    for module, state in zip(modules, before):
+        assert not all(torch.equal(state[name], x) for name, x in module.state_dict().items())
+
+
+def test_agents_of_one_model_share_no_parameters(model, tokenizer):
+    args = make_args()
+    agents = [make_agent(args, model, tokenizer, "separate") for _ in range(2)]
+    pointers = [{parameter.data_ptr() for parameter in all_parameters(agent)} for agent in agents]
+    pointers.append({parameter.data_ptr() for parameter in model.parameters()})
     assert not (pointers[0] & pointers[1] or pointers[0] & pointers[2] or pointers[1] & pointers[2])
-    before = [copy.deepcopy(agent.state_dict()) for agent in (*agents, model)]
-    rollout = sample(agents[0], prompts, args, generator())
-    estimate(agents[0], model, rollout, torch.arange(5.0), args, accelerator)
-    update(agents[0], rollout, args.ppo_epochs, args, accelerator, generator())
-    changed = [k for k in before[0] if not torch.equal(before[0][k], agents[0].state_dict()[k])]
-    assert any("actor" in name for name in changed) and any("value_head" in name for name in changed)
-    assert (critic == "separate") == any("critic" in name for name in changed)
-    for state, untouched in zip(before[1:], (agents[1], model)):
-        assert all(torch.equal(state[k], v) for k, v in untouched.state_dict().items())
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_three_end_the_run(model, tokenizer, prompts, accelerator):
-    args = make_args(mini_batch_size=5)
-    agent = Agent(args, model, tokenizer)
-    rollout = sample(agent, prompts, args, generator())
-    estimate(agent, model, rollout, torch.arange(5.0), args, accelerator)
-    before = copy.deepcopy(agent.state_dict())
-    rollout.advantages[0, 0] = torch.nan
-    for _ in range(2):
-        assert update(agent, rollout, args.ppo_epochs, args, accelerator, generator())["skipped"] == 1
-    with pytest.raises(ippo_llm.UserError, match="not finite"):
-        update(agent, rollout, args.ppo_epochs, args, accelerator, generator())
-    assert all(torch.equal(before[k], v) for k, v in agent.state_dict().items())
+@CRITICS
+def test_the_gradient_of_each_optimiser_is_clipped_by_itself(model, tokenizer, monkeypatch, critic):
+    args = make_args(max_grad_norm=0.5)
+    agent = make_agent(args, model, tokenizer, critic)
+    norms = []
+    for optimizer in agent.optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+        def step(parameters=parameters):
+            norms.append(torch.cat([parameter.grad.flatten() for parameter in parameters]).norm().item())
+
+        monkeypatch.setattr(optimizer, "step", step)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+    count = sum(p.numel() for group in agent.optimizers[0].param_groups for p in group["params"])
+    assert optimizer_step(agent, args)["grad_norm"].item() == pytest.approx(count**0.5, rel=1e-5)
+    assert norms == [pytest.approx(0.5, rel=1e-3)] * len(agent.optimizers)
+    assert all(parameter.grad is None for parameter in all_parameters(agent))
 
 
-def test_epochs_and_mini_batches_make_optimiser_steps(model, tokenizer, prompts, accelerator):
-    args = make_args(
-        ppo_epochs=3, mini_batch_size=2, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-7, weight_decay=0.2
-    )
-    agent = Agent(args, model, tokenizer, model.base_model)
-    rollout = sample(agent, prompts, args, generator())
-    estimate(agent, model, rollout, torch.arange(5.0), args, accelerator)
-    update(agent, rollout, args.ppo_epochs, args, accelerator, generator())
-    for optimizer in agent.optimizers:  # 5 rows in twos are 3 mini-batches
-        assert {int(state["step"]) for state in optimizer.state.values()} == {9}
-        group = optimizer.param_groups[0]
-        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.95), 1e-7, 0.2)
-
-
-def test_learning_rates_and_heads_go_where_the_flags_say(model, tokenizer):
-    args = make_args(actor_learning_rate=1e-3, critic_learning_rate=2e-3, value_head_hidden_dim=7)
-    agent = Agent(args, model, tokenizer)
-    assert [group["lr"] for group in agent.optimizers[0].param_groups] == [1e-3, 2e-3]
-    assert agent.value_head[0].out_features == 7
-    agent = Agent(
-        make_args(critic_learning_rate=2e-3, critic_value_head_hidden_dim=9), model, tokenizer, model.base_model
-    )
-    assert [optimizer.param_groups[0]["lr"] for optimizer in agent.optimizers] == [5e-4, 2e-3]
-    assert agent.value_head[0].out_features == 9
-
-
-def test_gradients_are_clipped_to_the_norm(model, tokenizer, accelerator):
-    from utils.stats import clip_gradients
-
-    agent = Agent(make_args(), model, tokenizer)
-    for parameter in agent.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    count = sum(p.numel() for p in agent.parameters())
-    assert clip_gradients(agent.optimizers[0], 0.5, accelerator).item() == pytest.approx(count**0.5, rel=1e-5)
-    assert torch.cat([p.grad.flatten() for p in agent.parameters()]).norm().item() == pytest.approx(0.5, rel=1e-3)
-
-
-def test_standardised_numbers_have_mean_zero_and_deviation_one(accelerator):
-    from utils.stats import explained_variance, standardise
-
-    x = torch.tensor([[1.0, 5.0, 99.0], [3.0, 99.0, 99.0]])
-    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    expected = (8 / 3) ** 0.5  # deviation of 1, 5, 3
-    torch.testing.assert_close(standardise(x, mask, accelerator), torch.tensor([[-2.0, 2, 0], [0, 0, 0]]) / expected)
-    same = torch.full((4,), 2.0)
-    assert torch.equal(standardise(same, torch.ones(4), accelerator, 1e-3), same)
-    returns, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 2.0, 5.0]])
-    assert explained_variance(returns, values, torch.ones(1, 3)).item() == pytest.approx(1 - (8 / 9) / (2 / 3))
+def test_explained_variance_is_one_less_the_share_that_is_left():
+    returns = torch.tensor([[1.0, 2.0, 3.0, 99.0]])
+    values = torch.tensor([[1.0, 2.0, 5.0, -99.0]])
+    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    assert explained_variance(returns, values, mask).item() == pytest.approx(1 - (8 / 9) / (2 / 3))

@@ -13,7 +13,6 @@ import torch
 import wandb
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_flags_ppo import another_precision
 from torch import nn
 
 import iac_llm
@@ -23,10 +22,29 @@ import utils.run
 from utils.cli import UserError, parse
 
 # One update of one optimiser step.
-SMALL = {"train_size": 2, "rollout_buffer_size": 2, "eval_size": 1, "num_train_epochs": 1, "output_dir": "run"}
-TEAM = SMALL | {"task": "number", "mini_batch_size": 2, "max_new_tokens": 2, "eval_interval": 0}
-PPO = SMALL | {"max_turns": 1, "max_output_tokens": 2, "batch_size": 2, "eval_loop": 1, "evaluation_interval": 0}
-PPO |= {"update_epochs": 1, "lora_rank": 2}
+SMALL = {
+    "train_size": 2,
+    "rollout_buffer_size": 2,
+    "eval_size": 1,
+    "num_train_epochs": 1,
+    "output_dir": "run",
+}
+TEAM = SMALL | {
+    "task": "number",
+    "mini_batch_size": 2,
+    "max_new_tokens": 2,
+    "eval_interval": 0,
+}
+PPO = SMALL | {
+    "max_turns": 1,
+    "max_output_tokens": 2,
+    "batch_size": 2,
+    "eval_loop": 1,
+    "evaluation_interval": 0,
+    "update_epochs": 1,
+    "lora_rank": 2,
+}
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
 SCRIPTS = {"ippo": (ippo_llm, TEAM), "iac": (iac_llm, TEAM), "ppo": (ppo_llm, PPO)}
 
 # So many of these are made, computed or held at once, for as long or as much as the flag says: no number is too large,
@@ -46,20 +64,21 @@ FLOATS = st.one_of(st.floats(), st.floats(0, 1), st.sampled_from([0.0, 0.5, 1.0,
 
 def values(name, hint):
     """Values of a flag: those of its type, and some that it does not take."""
-    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    kind = typing.get_origin(hint)
+    members = typing.get_args(hint)
     if name == "output_dir":
         return PLACES | st.sampled_from(["pyproject.toml", "x" * 300])
     if name in SIZES.split():
-        some = type(None) in parts and name != "train_size"  # none: 3200 episodes
-        return st.integers(-2, 4) | (st.none() if some else st.just(-(2**63)))
+        takes_none = type(None) in members and name != "train_size"  # none: thousands of episodes
+        return st.integers(-2, 4) | (st.none() if takes_none else st.just(-(2**63)))
     if kind is typing.Literal:
-        return st.sampled_from(parts) | TEXTS
+        return st.sampled_from(members) | TEXTS
     if kind is typing.Annotated:
-        return values(name, parts[0])
+        return values(name, members[0])
     if kind is tuple:
-        return st.lists(values(name, parts[0]), max_size=3).map(tuple)
-    if type(None) in parts:
-        return st.one_of(st.none(), *(values(name, part) for part in parts if part is not type(None)))
+        return st.lists(values(name, members[0]), max_size=3).map(tuple)
+    if type(None) in members:
+        return st.one_of(st.none(), *(values(name, member) for member in members if member is not type(None)))
     return {int: INTEGERS, float: FLOATS, bool: st.booleans(), str: TEXTS}[hint]
 
 
@@ -77,9 +96,9 @@ def test_every_flag_has_values():
 @st.composite
 def flags(draw, script, most=3):
     """One to `most` flags with their values."""
-    known = hints(script)
-    names = draw(st.lists(st.sampled_from(sorted(known)), min_size=1, max_size=most, unique=True))
-    return {name: draw(values(name, known[name])) for name in names}
+    hint_of = hints(script)
+    names = draw(st.lists(st.sampled_from(sorted(hint_of)), min_size=1, max_size=most, unique=True))
+    return {name: draw(values(name, hint_of[name])) for name in names}
 
 
 def unreachable(*_, **__):
@@ -93,7 +112,7 @@ def surroundings(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
     monkeypatch.setattr(utils.run, "git_commit", lambda: None)
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **known: None)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **named: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     alarm = signal.getsignal(signal.SIGALRM)
@@ -107,21 +126,25 @@ def surroundings(tmp_path, monkeypatch):
 def check_run(script, changed):
     """Train with these flags: an update or more, or one line."""
     module, small = SCRIPTS[script]
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)]
+    handlers = [signal.getsignal(number) for number in SIGNALS]
     try:
-        with another_precision():
-            _, run = module.main(module.Args(**{**small, "overwrite": True, **changed}))
-        assert run.step == run.updates >= 1
+        _, run = module.main(module.Args(**{**small, "overwrite": True, **changed}))
+        assert run.step == run.num_updates >= 1
     except UserError as error:
         assert str(error).strip() and "\n" not in str(error)
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def some(examples):
-    """The same examples every time."""
-    known = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
-    return settings(max_examples=examples, **known)
+    """So many examples, the same ones every time."""
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @some(25)
@@ -206,13 +229,13 @@ EXTREMES = [
 
 
 def extremes():
-    """Each with the scripts that have the flags; iac_llm shares the code of ippo_llm's."""
+    """Each with the scripts that have its flags; those of iac_llm are ippo_llm's."""
     for script in SCRIPTS:
         marks = [pytest.mark.slow] * (script == "iac")
         for changed in EXTREMES:
             if changed.keys() <= hints(script).keys():
-                named = ", ".join(f"{name}={str(value)[:12]}" for name, value in changed.items())
-                yield pytest.param(script, changed, marks=marks, id=f"{script} {named}")
+                label = ", ".join(f"{name}={str(value)[:12]}" for name, value in changed.items())
+                yield pytest.param(script, changed, marks=marks, id=f"{script} {label}")
 
 
 @pytest.mark.parametrize("script, changed", [*extremes()])
@@ -232,11 +255,11 @@ WORDS = st.one_of(
 
 @st.composite
 def command(draw, script):
-    """Flags, most of them known, each with some words."""
-    known = [f"--{name.replace('_', '-')}" for name in hints(script)]
-    named = st.sampled_from([*known, "--no-anneal-lr", "--no-track", "--resume"])
+    """Flags, most of which there are, each with some words."""
+    own = [f"--{name.replace('_', '-')}" for name in hints(script)]
+    there = st.sampled_from([*own, "--no-anneal-lr", "--no-track", "--resume"])
     words = []
-    for flag in draw(st.lists(named | WORDS, max_size=3)):
+    for flag in draw(st.lists(there | WORDS, max_size=3)):
         words += [flag, *draw(st.lists(WORDS, max_size=2))]
     return words
 
@@ -267,7 +290,6 @@ def test_any_command_line_gives_flags_or_one_line(script, examples):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_word_for_every_flag_gives_flags_or_one_line(script):
-    """Also nothing at all."""
     words = [[], [""], ["-1"], ["nan"], ["٣"], ["x", "y"]]
     for k, name in enumerate(hints(script)):
         check_command(script, [f"--{name.replace('_', '-')}", *words[k % len(words)]])

@@ -1,5 +1,8 @@
 """Bad input to ppo_llm: one line and an exit code, no traceback, and nothing written before it is checked."""
 
+import contextlib
+import io
+import math
 import re
 import shutil
 import subprocess
@@ -8,18 +11,20 @@ import typing
 from pathlib import Path
 from types import SimpleNamespace
 
+import annotated_types
+import pydantic
 import pytest
-from test_flags import make_model
+from helpers import make_model
 
 import ppo_llm
 import utils.run
 from utils.cli import TaskError, UserError, command_line, parse
-from utils.ranges import Range
 from utils.tasks import number
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = "--train-size 8 --rollout-buffer-size 8 --batch-size 4 --num-train-epochs 1 --max-turns 2 --eval-loop 4"
-SMALL = [*SMALL.split(), *"--max-output-tokens 4 --evaluation-interval 0 --lora-rank 8 --lora-alpha 16".split()]
+SMALL = "--train-size 8 --rollout-buffer-size 8 --batch-size 4 --num-train-epochs 1 --max-turns 2 --eval-loop 4 "
+SMALL += "--max-output-tokens 4 --evaluation-interval 0 --lora-rank 8 --lora-alpha 16"
+SMALL = SMALL.split()
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +37,7 @@ def surroundings(tmp_path, monkeypatch):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Run the command with flags, as from a shell; its exit code and what it said on standard error."""
+    """Run the command with flags, as from a shell; its exit code and its standard error."""
 
     def run(*flags):
         monkeypatch.setattr(sys, "argv", ["ppo_llm.py", *map(str, flags), "--output-dir", "run"])
@@ -44,81 +49,102 @@ def command(monkeypatch, capsys):
     return run
 
 
-def refused(command, message, *flags):
+def assert_refused(command, message, *flags):
     """One line, exit code 2, and nothing written."""
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*") if "__pycache__" not in str(path)}
-    code, said = command(*flags)
-    assert re.fullmatch(rf"ppo_llm\.py: error: .*{message}.*\n", said), said
+    code, error = command(*flags)
+    assert re.fullmatch(rf"ppo_llm\.py: error: .*{message}.*\n", error), error
     assert code == 2
     assert before == {path: path.stat().st_mtime_ns for path in Path().rglob("*") if "__pycache__" not in str(path)}
 
 
 # --- Flags ------------------------------------------------------------------------------------------------------------
 
-OUTSIDE = {  # of a range, by what it takes
-    "1 or more": [0, -1],
-    "0 or more": [-1],
-    "a number from 0 to 1": [1.5, -0.1, float("nan")],
-    "a number from 0 to below 1": [1.0, -0.1, float("nan")],
-    "a number above 0, at most 1": [0.0, 1.5, float("nan")],
-    "a number above 0": [0.0, -1.0, float("inf"), float("nan")],
-    "a number of 0 or more": [-0.1, float("inf"), float("nan")],
-}
 
-
-def ranges():
-    """Each flag that has a range, with its range, or the first of two."""
+def bounds():
+    """The bounds of each flag that has some: {name: {"gt": 0, ...}}."""
+    found = {}
     for name, hint in typing.get_type_hints(ppo_llm.Args, include_extras=True).items():
         for part in [hint, *typing.get_args(hint)]:
             for limit in getattr(part, "__metadata__", ()):
-                if isinstance(limit, Range):
-                    yield name, limit.takes
+                limits = limit.metadata if isinstance(limit, pydantic.fields.FieldInfo) else [limit]
+                for each in limits:
+                    if isinstance(each, annotated_types.GroupedMetadata):
+                        continue
+                    for kind in ("gt", "ge", "lt", "le"):
+                        if hasattr(each, kind):
+                            found.setdefault(name, {})[kind] = getattr(each, kind)
+    return found
 
 
-RANGES = dict(reversed([*ranges()]))
+BOUNDS = bounds()
+WORDS = {
+    "gt": "Input should be greater than",
+    "ge": "Input should be greater than or equal to",
+    "lt": "Input should be less than",
+    "le": "Input should be less than or equal to",
+}
 
 
-@pytest.mark.parametrize("name", RANGES)
-def test_a_number_out_of_range(command, monkeypatch, name):
+def outside():
+    """A value just outside of each bound of each flag, with the words that refuse it."""
+    for name, limits in BOUNDS.items():
+        for kind, limit in limits.items():
+            value = {"gt": limit, "ge": limit - 1, "lt": limit, "le": limit + 1}[kind]
+            yield pytest.param(name, value, f"{WORDS[kind]} {limit:g}", id=f"{name} {value}")
+
+
+@pytest.mark.parametrize("name, value, takes", [*outside()])
+def test_a_number_out_of_bounds_is_refused(command, monkeypatch, name, value, takes):
     monkeypatch.setattr(ppo_llm, "load_env", None)
-    flag, (first, *others) = "--" + name.replace("_", "-"), OUTSIDE[RANGES[name]]
-    refused(command, rf"{flag} takes {RANGES[name]}(, or none)?, got {first}", f"{flag}={first}")
-    for value in [*others, "one"]:
-        with pytest.raises(UserError, match=f"^{flag} takes {RANGES[name]}(, or none)?, got {value}$"):
-            ppo_llm.main(ppo_llm.Args(**{name: value}))
+    flag = "--" + name.replace("_", "-")
+    assert_refused(command, f"{flag}: {re.escape(takes)}, got {value}", f"{flag}={value}")
 
 
-def test_every_number_has_a_range_but_a_threshold():
-    numbers = {
-        name
-        for name, hint in typing.get_type_hints(ppo_llm.Args).items()
-        if {int, float} & {hint, *typing.get_args(hint)}
-    }
-    assert numbers - RANGES.keys() == {"early_termination_threshold"}
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [name for name, hint in typing.get_type_hints(ppo_llm.Args).items() if hint is float])
+def test_a_number_that_is_not_finite_is_refused(name, value):
+    with pytest.raises(UserError, match=f"^--{name.replace('_', '-')}: Input should be .*, got {value}$"):
+        ppo_llm.Args(**{name: value})
+
+
+def test_every_number_has_bounds_but_a_threshold():
+    numbers = set()
+    for name, hint in typing.get_type_hints(ppo_llm.Args).items():
+        if {int, float} & {hint, *typing.get_args(hint)}:
+            numbers.add(name)
+    assert numbers - BOUNDS.keys() == {"early_termination_threshold"}
 
 
 LAYERS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 FLAGS = {
     "--env guess --task number": "--env guess and --task number are two things to train on; give one",
     "--num-agents 2": "--num-agents 2 takes a --task; an environment has one player",
-    "--max-output-tokens 5 --max-model-len 4": "--max-output-tokens takes at most --max-model-len,? 4, got 5",
-    "--max-output-tokens 600": "--max-output-tokens takes at most --max-model-len, 512, got 600",  # the model.s
+    "--dataset items.jsonl": "--dataset has no effect without --task",
+    "--early-termination-threshold 0.5": "--early-termination-threshold has no effect without --task",
+    "--early-termination-threshold 0.5 --task number": "--early-termination-threshold takes several turns",
+    "--max-output-tokens 5 --max-model-len 4": "--max-output-tokens takes at most --max-model-len, 4, got 5",
+    "--max-output-tokens 600": "--max-output-tokens takes at most --max-model-len, 512, got 600",  # the model's
     "--min-output-tokens 9": "--min-output-tokens takes at most --max-output-tokens, 8, got 9",
     "--turn-level-clip --action-granularity token": "--turn-level-clip takes turns as actions",
     "--turn-level-clip --max-turns 1": "--turn-level-clip takes turns as actions",
+    "--turn-level-clip --task tldr": "--turn-level-clip takes turns as actions",
+    "--turn-value-reduction mean --action-granularity token": "--turn-value-reduction takes turns as actions",
+    "--turn-value-reduction final_value --max-turns 1": "--turn-value-reduction takes turns as actions",
+    "--turn-value-reduction mean --task tldr": "--turn-value-reduction takes turns as actions",
     "--reference-update-interval 1 --no-use-separate-reference-adapter": (
-        "--reference-update-interval takes a --use-separate-reference-adapter"
+        "--reference-update-interval has no effect without --use-separate-reference-adapter"
     ),
-    "--load-optimizer": "--load-optimizer takes a --load-checkpoint",
-    "--merge-lora-configs": "--merge-lora-configs takes a --load-checkpoint",
+    "--load-optimizer": "--load-optimizer has no effect without --load-checkpoint",
+    "--merge-lora-configs": "--merge-lora-configs has no effect without --load-checkpoint",
     "--lora-target-modules q_proj nothing": rf"names of linear layers \({LAYERS}; .*the model has no nothing",
     "--load-checkpoint gone": "--load-checkpoint takes a folder with agent_0 .* got gone: there is no such folder",
     "--load-checkpoint .": "--load-checkpoint takes a folder with agent_0 .*: it has no agent_0",
     "--model .": r"--model takes a model's folder or a hub name, and \. has no config.json",
     "--task nosuch": "--task takes arxiv, .*tldr or a FILE.py, got nosuch",
-    "--task tldr --max-turns 2": "--max-turns 2 takes a task with an external_transition, and tldr has none",
-    "--task number --train-size 10": "--train-size takes at least --rollout-buffer-size,? 64, got 10",
-    "--train-size 10": "--train-size takes at least --rollout-buffer-size,? 64, got 10",
+    "--task tldr --max-turns 2": "--task tldr has no external_transition, which 2 turns take",
+    "--task number --train-size 10": "has 10 items; an update takes 64",
+    "--train-size 10": "--train-size takes at least --rollout-buffer-size, 64, got 10",
     "--gamma two": "--gamma.*two",
     "--dtype float16": "--dtype.*float32.*bfloat16",
     "--no-such-flag": "Unrecognized options: --no-such-flag",
@@ -128,43 +154,59 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-def test_flags_that_are_wrong_or_do_not_go_together(command, flags):
-    refused(command, FLAGS[flags], *flags.split())
+def test_flags_that_are_wrong_or_do_not_go_together_are_refused(command, flags):
+    assert_refused(command, FLAGS[flags], *flags.split())
+
+
+def test_several_processes_are_refused(command, monkeypatch):
+    monkeypatch.setattr(ppo_llm.distributed, "world_size", lambda: 2)
+    assert_refused(command, "ppo_llm.py takes one process, got 2", *SMALL)
 
 
 def test_the_command_ends_with_one_line_and_exit_code_2():
     command = [sys.executable, ROOT / "ppo_llm.py", "--num-agents", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "ppo_llm.py: error: --num-agents takes 1 or more, got 0\n"
+    assert done.stderr == "ppo_llm.py: error: --num-agents: Input should be greater than 0, got 0\n"
 
 
-def test_help_explains_every_flag(capsys):
-    with pytest.raises(SystemExit) as stop:
+# --- Help -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def help_text():
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as stop:
         parse(ppo_llm.Args, ["--help"], ppo_llm.__doc__)
-    assert stop.value.code in (0, None)
-    told, source = capsys.readouterr().out, Path(ppo_llm.__file__).read_text() + Path(utils.run.__file__).read_text()
-    for name in vars(ppo_llm.Args()):
-        assert f"--{name.replace('_', '-')}" in told
-        comment, *_ = re.findall(rf"^    {name}: .*  # (.+)$", source, flags=re.M)
-        assert " ".join(comment.split()[:3]) in " ".join(told.replace("│", " ").split()), name
+    assert not stop.value.code
+    return " ".join(output.getvalue().replace("│", " ").split())
+
+
+@pytest.mark.parametrize("name", vars(ppo_llm.Args()))
+def test_help_explains_a_flag(help_text, name):
+    source = Path(ppo_llm.__file__).read_text()
+    for module in ("run.py", "adapters.py", "tasks/__init__.py", "envs/__init__.py"):
+        source += (ROOT / "utils" / module).read_text()
+    comment, *_ = re.findall(rf"^    {name}: .*  # (.+)$", source, flags=re.M)
+    assert f"--{name.replace('_', '-')}" in help_text
+    assert " ".join(comment.split()[:3]) in help_text
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def stage(tmp_path_factory):
     """The folder of a run."""
     folder = tmp_path_factory.mktemp("stage") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils.run, "draw_curves", lambda *_: None)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
         ppo_llm.main(parse(ppo_llm.Args, [*SMALL, "--output-dir", str(folder)]))
     return folder
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory, tokenizer):
+def other_model(tokenizer, tmp_path_factory):
     """The folder of another model."""
     return make_model(tmp_path_factory.mktemp("other") / "model", tokenizer)
 
@@ -174,51 +216,55 @@ def cut(path):
 
 
 WEIGHTS = "agent_0/actor/adapter_model.safetensors"
-CHECKPOINTS = {  # what is done to a file, other flags, and what is said
+HEAD = "agent_0/value_head.safetensors"
+OPTIMIZER = "agent_0/optimizer.safetensors"
+DAMAGES = {  # a file, what is done to it, other flags, and the message
     "incomplete": (WEIGHTS, Path.unlink, "", rf"agent_0 is incomplete: there is no .*{WEIGHTS}"),
     "cut": (WEIGHTS, cut, "", f"{WEIGHTS} is no whole safetensors file"),
-    "cut head": ("agent_0/value_head.safetensors", cut, "", "value_head.safetensors is no whole safetensors file"),
-    "cut optimiser": (
-        "agent_0/optimizer.safetensors",
-        cut,
-        "--load-optimizer",
-        "optimizer.safetensors is no whole safetensors file",
+    "cut head": (HEAD, cut, "", "value_head.safetensors is no whole safetensors file"),
+    "cut optimiser": (OPTIMIZER, cut, "--load-optimizer", "optimizer.safetensors is no whole safetensors file"),
+}
+MISFITS = {  # flags, and the message
+    "--lora-rank 4 --lora-alpha 3": (
+        "takes its LoRA configuration, or --merge-lora-configs: .*r 8 there, 4 here; .*lora_alpha 16.0 there, 3.0 here"
     ),
-    "another configuration": (
-        None,
-        None,
-        "--lora-rank 4 --lora-alpha 3",
-        "takes its LoRA configuration, or --merge-lora-configs: .*r 8 there, 4 here; .*lora_alpha 16.0 there, 3.0 here",
+    "--lora-rank 16 --merge-lora-configs --load-optimizer": (
+        "--load-optimizer takes the LoRA configuration of stage, not a merged one: r 8 there, 16 here"
     ),
-    "another optimiser": (
-        None,
-        None,
-        "--lora-rank 16 --merge-lora-configs --load-optimizer",
-        "--load-optimizer takes the LoRA configuration of stage, not a merged one: r 8 there, 16 here",
-    ),
-    "another team": (None, None, "--num-agents 2 --task number", "stage has 1 agent, and --num-agents is 2"),
+    "--num-agents 2 --task number": "stage has 1 agent, and the team has 2",
 }
 
 
-@pytest.mark.parametrize("case", CHECKPOINTS)
-def test_a_checkpoint_that_does_not_do(command, saved, case):
-    file, damage, flags, message = CHECKPOINTS[case]
-    shutil.copytree(saved, "stage")
-    if file:
-        damage(Path("stage") / file)
-    refused(command, message, "--load-checkpoint", "stage", *SMALL, *flags.split())
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_checkpoint_is_refused(command, stage, case):
+    file, damage, flags, message = DAMAGES[case]
+    shutil.copytree(stage, "stage")
+    damage(Path("stage") / file)
+    assert_refused(command, message, "--load-checkpoint", "stage", *SMALL, *flags.split())
 
 
-def test_a_checkpoint_of_another_base(command, saved, other):
-    message = f"agent_0 is of the base utils/tiny_lm, not of {other}: hidden_size 160 there, 32 here"
-    refused(command, message, "--load-checkpoint", saved, "--model", other, *SMALL)
+@pytest.mark.parametrize("flags", MISFITS)
+def test_a_checkpoint_that_does_not_fit_the_flags_is_refused(command, stage, flags):
+    shutil.copytree(stage, "stage")
+    assert_refused(command, MISFITS[flags], "--load-checkpoint", "stage", *SMALL, *flags.split())
 
 
-def test_an_earlier_run_is_left_alone_also_if_it_was_to_be_replaced(command, saved):
-    shutil.copytree(saved, "run")
-    refused(command, "--output-dir takes a folder without a run in it; run has one", *SMALL)
-    refused(command, "the model has no nothing", "--overwrite", "--lora-target-modules", "nothing", *SMALL)
-    refused(command, "takes its LoRA config", "--overwrite", "--load-checkpoint", "run", *SMALL, "--lora-rank", "4")
+def test_a_checkpoint_of_another_base_is_refused(command, stage, other_model):
+    message = f"agent_0 is of the base utils/tiny_lm, not of {other_model}: hidden_size 160 there, 32 here"
+    assert_refused(command, message, "--load-checkpoint", stage, "--model", other_model, *SMALL)
+
+
+REPLACING = {
+    "": "--output-dir takes a folder without a run in it; run has one",
+    "--overwrite --lora-target-modules nothing": "the model has no nothing",
+    "--overwrite --load-checkpoint run --lora-rank 4": "takes its LoRA config",
+}
+
+
+@pytest.mark.parametrize("flags", REPLACING)
+def test_an_earlier_run_is_left_alone_where_the_next_is_refused(command, stage, flags):
+    shutil.copytree(stage, "run")
+    assert_refused(command, REPLACING[flags], *SMALL, *flags.split())
 
 
 # --- Environments -----------------------------------------------------------------------------------------------------
@@ -228,7 +274,7 @@ class Env:
     def reset(self, seed=None):
         return "Say a number.", {}
 
-    def step(self, answer):
+    def step(self, response):
         return "more", 1.0, False, False, {}
 """
 FILES = {
@@ -242,13 +288,14 @@ FILES = {
 
 
 @pytest.mark.parametrize("code", FILES)
-def test_an_environment_that_is_none(command, code):
+def test_a_file_without_an_environment_is_refused(command, code):
     Path("mine.py").write_text(code)
-    refused(command, f"--env mine.py: {FILES[code]}", "--env", "mine.py", *SMALL)
+    assert_refused(command, f"--env mine.py: {FILES[code]}", "--env", "mine.py", *SMALL)
 
 
-STEP, RESET = '"more", 1.0, False, False, {}', '"Say a number.", {}'
-WHILE = {  # a run is under way: what was learned so far is saved
+STEP = '"more", 1.0, False, False, {}'
+RESET = '"Say a number.", {}'
+WHILE_RUNNING = {  # what a method returns in place of what, exit code, and the message
     "four values": (
         STEP,
         '"more", 1.0, False, {}',
@@ -267,40 +314,45 @@ WHILE = {  # a run is under way: what was learned so far is saved
 }
 
 
-@pytest.mark.parametrize("case", WHILE)
-def test_an_environment_that_goes_wrong(command, case):
-    old, new, expected, message = WHILE[case]
+@pytest.mark.parametrize("case", WHILE_RUNNING)
+def test_an_environment_that_goes_wrong_ends_the_run_in_a_line(command, case):
+    old, new, expected_code, message = WHILE_RUNNING[case]
     assert old in ENV
     Path("mine.py").write_text(ENV.replace(old, new))
-    code, said = command("--env", "mine.py", *SMALL)
-    assert re.search(rf"(^|\n)ppo_llm\.py: error: .*{message}.*\n$", said), said
-    assert code == expected and "Traceback" not in said
+    code, error = command("--env", "mine.py", *SMALL)
+    assert re.search(rf"(^|\n)ppo_llm\.py: error: .*{message}.*\n$", error), error
+    assert code == expected_code and "Traceback" not in error
+
+
+def test_what_was_learned_before_an_environment_goes_wrong_is_saved(command):
+    Path("mine.py").write_text(ENV.replace(STEP, "1 / 0"))
+    command("--env", "mine.py", *SMALL)
     assert Path("run", WEIGHTS).is_file() and not Path("run/metrics.csv").exists()
 
 
-def test_an_environment_that_does_not_close_what_is_cut_short():
-    """Stopped for lack of room, all episodes are dropped: there is nothing to learn from."""
+def test_games_stopped_for_lack_of_room_that_do_not_close_end_the_run(monkeypatch):
     ending = "\n    def close(self):\n        if hasattr(self, 'played'): raise OSError('still open')\n"
-    Path("mine.py").write_text(
-        ENV.replace("        return " + STEP, "        self.played = 1\n        return " + STEP) + ending
-    )
-    flags = [*SMALL, "--max-turns", "6", "--max-model-len", "22"]
+    step = "        self.played = 1\n        return " + STEP
+    Path("mine.py").write_text(ENV.replace("        return " + STEP, step) + ending)
+    flags = ["--env", "mine.py", *SMALL, "--max-turns", "6", "--max-model-len", "22", "--output-dir", "run"]
     with pytest.raises(TaskError, match="failed in all 8 episodes, at first with OSError: still open"):
-        ppo_llm.main(parse(ppo_llm.Args, ["--env", "mine.py", *flags, "--output-dir", "run"]))
+        ppo_llm.main(parse(ppo_llm.Args, flags))
 
 
 def test_a_failure_in_the_first_update_is_one_line_also_with_weights_and_biases(command, monkeypatch):
     logger = SimpleNamespace(id="1", log=lambda *_, **__: None, finish=lambda exit_code: None)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: logger, Table=dict))
     Path("mine.py").write_text(ENV.replace(STEP, "1 / 0"))
-    code, said = command("--env", "mine.py", "--track", *SMALL)
-    assert code == 1 and re.search(r"(^|\n)ppo_llm\.py: error: the environment failed in all 8 episodes", said)
+    code, error = command("--env", "mine.py", "--track", *SMALL)
+    assert code == 1 and re.search(r"(^|\n)ppo_llm\.py: error: the environment failed in all 8 episodes", error)
+
+
+# --- Tasks ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_task_may_have_no_held_out_items():
-    """As it says of itself in utils/tasks: eval_dataset may be left out."""
     names = ("train_dataset", "formatters", "reward_func", "external_transition")
     task = SimpleNamespace(**{name: getattr(number, name) for name in names})
-    flags = [*SMALL, "--task", "number", "--evaluation-interval", "1", "--output-dir", "run"]
+    flags = [*SMALL, "--evaluation-interval", "1", "--output-dir", "run"]
     _, run = ppo_llm.main(parse(ppo_llm.Args, flags), task)
     assert run.rows[0]["fitness"] is None

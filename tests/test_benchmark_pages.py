@@ -11,9 +11,12 @@ import pytest
 from matplotlib.image import imread
 
 import benchmark.__main__ as driver
+import iac_llm
+import ippo_llm
+import ppo_llm
 from utils import plot
 from utils.benchmark import manifest
-from utils.cli import UserError
+from utils.cli import UserError, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "# A page\n\n<!-- main -->\nof old\n<!-- end -->\n\n<!-- main in short -->\n<!-- end -->\nThe end.\n"
@@ -51,13 +54,10 @@ def test_small_benchmark_is_made_and_made_again(here, capsys):
     page = (here / "out" / "README.md").read_text()
     assert "of old" not in page and page.endswith("<!-- end -->\nThe end.\n")
     for task, values in finals.items():
-        mean, found = (
-            sum(values) / 2,
-            re.search(rf"\| {task} \| IPPO, heads \| 2 \| [\d.]+ \| ([\d.]+) \[([\d.]+), ([\d.]+)\]", page),
-        )
-        assert float(found[1]) == pytest.approx(mean, abs=0.0051)
+        mean = sum(values) / 2
         ends = [end + 0.075 * (mean - end) for end in sorted(values)]  # 2.5 % on the way along [a, mean, mean, b]
-        assert [float(found[2]), float(found[3])] == pytest.approx(ends, abs=0.0051)
+        row = re.search(rf"\| {task} \| IPPO, heads \| 2 \| [\d.]+ \| ([\d.]+) \[([\d.]+), ([\d.]+)\]", page)
+        assert [float(number) for number in row.groups()] == pytest.approx([mean, *ends], abs=0.0051)
     assert (here / "pages" / "README.md").read_text() == PAGE  # only the full benchmark changes the pages themselves
     assert np.ptp(imread(here / "out" / "main.png")) > 0.5
 
@@ -68,8 +68,8 @@ def test_small_benchmark_is_made_and_made_again(here, capsys):
     for folder in ("runs", "results"):
         shutil.rmtree(here / "out" / folder / names[1])
     driver.main(driver.Args(**flags))
-    said = capsys.readouterr().out
-    assert f"starting  {names[1]}" in said and said.count("starting") == 1
+    output = capsys.readouterr().out
+    assert f"starting  {names[1]}" in output and output.count("starting") == 1
     assert all(path.read_bytes() == was for path, was in before.items() if path.name == "metrics.csv")
 
     line = kept[names[0]] | {"command": "python other.py"}
@@ -90,11 +90,6 @@ def test_bad_flags_are_one_line(here):
 
 
 def test_every_run_is_of_flags_that_the_script_takes():
-    import iac_llm
-    import ippo_llm
-    import ppo_llm
-    from utils.cli import parse
-
     scripts = {"ippo_llm.py": ippo_llm, "iac_llm.py": iac_llm, "ppo_llm.py": ppo_llm}
     for size in ("full", "quick"):
         jobs = driver.jobs_of(driver.Args(size=size))

@@ -10,11 +10,10 @@ from html.parser import HTMLParser
 import peft
 import pytest
 import torch
-from accelerate.utils import set_seed
-from conftest import TINY, make_args
+from helpers import TINY, make_args
 from matplotlib.image import imread
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, set_seed
 
 import ippo_llm
 import ppo_llm
@@ -81,7 +80,7 @@ def set_flags(folder, **flags):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def asked(agent, tokenizer, items=None):
+def prompts_of(agent, tokenizer, items=None):
     items = items or [*tldr.eval_dataset(4, 1)]
     return [render(tldr.formatters(item, agent), tokenizer) for item in items]
 
@@ -104,7 +103,7 @@ def test_untouched_texts_are_the_models_and_agents_that_learned_nothing_write_th
     assert [sample["item"] for sample in samples] == [*tldr.eval_dataset(4, 1)]
     set_seed(1)
     for agent in range(2):
-        batch = tokenizer(asked(agent, tokenizer), padding=True, padding_side="left", return_tensors="pt")
+        batch = tokenizer(prompts_of(agent, tokenizer), padding=True, padding_side="left", return_tensors="pt")
         how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
         out = model.generate(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **how)
         written = tokenizer.batch_decode(out[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
@@ -114,7 +113,7 @@ def test_untouched_texts_are_the_models_and_agents_that_learned_nothing_write_th
 
 def test_the_likeliest_texts_are_those_of_a_plain_loop(unlearned, model, tokenizer, monkeypatch):
     (sample,) = run_command(unlearned, "--items", 1, "--no-do-sample")
-    expected = [[likeliest(model, tokenizer, asked(agent, tokenizer)[0], 24)] for agent in range(2)]
+    expected = [[likeliest(model, tokenizer, prompts_of(agent, tokenizer)[0], 24)] for agent in range(2)]
     assert sample["untouched"]["completions"] == expected
     cold = enjoy.show(unlearned, items=1, temperature=1e-4)
     assert texts(cold, "untouched") == [expected]
@@ -127,7 +126,7 @@ def test_trained_texts_are_of_each_agents_own_weights(copied, tokenizer):
     alter(copied / "agent_1")
     samples = enjoy.show(copied, items=2, do_sample=False)
     altered = AutoModelForCausalLM.from_pretrained(copied / "agent_1", dtype=torch.float32).eval()
-    for sample, prompt in zip(samples, asked(1, tokenizer)):
+    for sample, prompt in zip(samples, prompts_of(1, tokenizer)):
         untouched, trained = sample["untouched"]["completions"], sample["trained"]["completions"]
         assert trained[0] == untouched[0] and trained[1] != untouched[1]
         assert trained[1] == [likeliest(altered, tokenizer, prompt, 24)]
@@ -135,7 +134,7 @@ def test_trained_texts_are_of_each_agents_own_weights(copied, tokenizer):
 
 def test_adapters_are_on_for_the_trained_and_off_for_the_untouched(pair, model, tokenizer):
     samples = enjoy.show(pair, items=2, do_sample=False)
-    prompts = [asked(agent, tokenizer)[:2] for agent in range(2)]
+    prompts = [prompts_of(agent, tokenizer)[:2] for agent in range(2)]
     plain = [[[likeliest(model, tokenizer, of_agent[k], 16)] for of_agent in prompts] for k in range(2)]
     assert texts(samples, "untouched") == plain
     adapted = [peft.PeftModel.from_pretrained(model, f"{pair}/agent_0/actor", adapter_name="0")]
@@ -154,7 +153,7 @@ def test_each_agent_has_its_own_untouched_model(tmp_path, tokenizer):
     (sample,) = enjoy.show(run, items=1, do_sample=False)
     for agent, name in enumerate((TINY, other)):
         loaded = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-        expected = [likeliest(loaded, tokenizer, asked(agent, tokenizer)[0], 8)]
+        expected = [likeliest(loaded, tokenizer, prompts_of(agent, tokenizer)[0], 8)]
         assert sample["untouched"]["completions"][agent] == expected == sample["trained"]["completions"][agent]
 
 
@@ -189,11 +188,11 @@ def test_an_environment_is_played_with_the_held_out_seeds(guess):
     for sample in samples:
         for team in enjoy.TEAMS:
             game = Env()
-            said, _ = game.reset(sample["item"]["seed"])
+            observation, _ = game.reset(sample["item"]["seed"])
             ((prompts,), (answers,), (rewards,)) = (sample[team][x] for x in ("prompts", "completions", "rewards"))
             for prompt, answer, reward in zip(prompts, answers, rewards, strict=True):
-                assert prompt == said
-                said, expected, *_ = game.step(answer)
+                assert prompt == observation
+                observation, expected, *_ = game.step(answer)
                 assert reward == expected
             assert sample[team]["reward"] == pytest.approx(sum(rewards)) and 1 <= len(rewards) <= 3
     assert texts(samples, "trained") != texts(samples, "untouched")
@@ -335,47 +334,47 @@ def test_a_browser_shows_the_page(unlearned, tmp_path, width):
 # --- What goes wrong --------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_finished_run_is_told(copied, tmp_path):
-    def told(*words, of=copied, **flags):
+def test_what_is_no_finished_run_is_an_error_of_one_line(copied, tmp_path):
+    def refuses(*words, of=copied, **flags):
         with pytest.raises(UserError) as error:
             run_command(of, *flags.get("flags", ()))
         assert error.value.exit_code == 2 and all(word in str(error.value) for word in words), str(error.value)
 
-    told("no such folder", of=tmp_path / "nowhere")
-    told("no such folder", of="x" * 5000)
-    told("no config.json", of=tmp_path)
-    told("--items", "1 or more", flags=("--items", 0))
-    told("--prompt", flags=("--prompt", " "))
-    told("--html", flags=("--html", tmp_path))
-    told("--html", flags=("--html", tmp_path / "none/page.html"))
+    refuses("no such folder", of=tmp_path / "nowhere")
+    refuses("no such folder", of="x" * 5000)
+    refuses("no config.json", of=tmp_path)
+    refuses("--items", "greater than 0", flags=("--items", 0))
+    refuses("--prompt", flags=("--prompt", " "))
+    refuses("--html", flags=("--html", tmp_path))
+    refuses("--html", flags=("--html", tmp_path / "none/page.html"))
     config, metrics = ((copied / name).read_text() for name in ("config.json", "metrics.csv"))
 
     set_flags(copied, num_train_epochs=2)
-    told("1 of 2 updates are done", "--resume")
+    refuses("1 of 2 updates are done", "--resume")
     set_flags(copied, num_train_epochs=1, task="gone.py")
-    told("gone.py")
+    refuses("gone.py")
     set_flags(copied, task="tldr", model=["no/model"])
-    told("no/model")
+    refuses("no/model")
     set_flags(copied, model=["utils/tiny_lm"], temperature="hot")
-    told("temperature is 'hot'")
+    refuses("temperature is 'hot'")
     for text in ("{", "[]", '{"args": []}', "{}"):
         (copied / "config.json").write_text(text)
-        told("config.json")
+        refuses("config.json")
     (copied / "config.json").write_text(config)
     (copied / "metrics.csv").write_text("global_step,epoch\n8,much\n")
-    told("metrics.csv")
+    refuses("metrics.csv")
     (copied / "metrics.csv").unlink()
-    told("no update is done", "--resume")
+    refuses("no update is done", "--resume")
     (copied / "metrics.csv").write_text(metrics)
 
     weights = copied / "agent_1/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    told("agent_1")
+    refuses("agent_1")
     shutil.rmtree(copied / "agent_1")
-    told("no agent_1", "--resume")
+    refuses("no agent_1", "--resume")
 
 
-def test_adapters_that_are_damaged_or_of_another_base_are_told(pair, tmp_path):
+def test_adapters_that_are_damaged_or_of_another_base_are_an_error(pair, tmp_path):
     run = shutil.copytree(pair, tmp_path / "run")
     base = run / "agent_0/base.json"
     base.write_text(base.read_text().replace('"sha256": "', '"sha256": "0'))
@@ -387,7 +386,7 @@ def test_adapters_that_are_damaged_or_of_another_base_are_told(pair, tmp_path):
         run_command(run)
 
 
-def test_a_task_that_fails_is_told(copied, tmp_path):
+def test_a_task_that_fails_is_an_error(copied, tmp_path):
     parts = "from utils.tasks.tldr import eval_dataset, formatters, train_dataset\n"
     (tmp_path / "mine.py").write_text(parts + "def reward_func(*texts):\n    raise ValueError('no')\n")
     set_flags(copied, task=str(tmp_path / "mine.py"))

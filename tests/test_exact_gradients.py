@@ -1,21 +1,24 @@
 """The mean gradient of each script's loss is the exact policy gradient of a game that is small enough to enumerate.
 
-Two agents, a GPT-2 of 16 tokens each, answer with two tokens; none of them ends a response. The expected reward J of an
-episode is a sum over all 16^4 joint responses of a turn, which autograd differentiates. A second turn begins in one of
-three states that the joint response leads to, and prompts and rewards depend on no more of the past, so that the sum
-over 16^8 joint responses is two sums over 16^4. With gamma 1 the gradient of J by agent i's parameters is
+Two agents, each a GPT-2 of 16 tokens, answer with two tokens; none of the tokens ends a response. The expected reward J
+of an episode is a sum over the 16^4 joint responses of a turn, and autograd differentiates it. A second turn begins in
+one of three states that the joint response leads to; its prompts and rewards depend on no more of the past, so that a
+sum over 16^8 pairs of joint responses is two sums over 16^4. With gamma 1 the gradient of J by an agent's parameters is
 
-    E[ sum_t grad log pi(a_t|h_t) A_t ]
+    E[ sum_t grad log pi(a_t|h_t) A_t ],
 
-for lambda 1 and any V(h_t) that does not know a_t, and for any lambda with the true V(h_t) = E[ rewards from t on | h_t ],
-an expectation over the other agent and the future. A loss divides its sum over an episode by the episode's number of
-actions or tokens, which is a constant here. Sampling, rewards, masks, advantages, mini-batches and losses are the
-scripts' own; only the critic's values are replaced.
+A_t from generalised advantage estimation, for lambda 1 and any values V(h_t), which do not know a_t; and for any lambda
+(IAC's is 0) and the true values V(h_t) = E[ rewards from t on | h_t ], means over the other agent and over the future.
+A loss divides the sum over an episode by its number of actions or of tokens, which is the same for all episodes here.
+
+`main` of each script does one update with its own sampling, rewards, masks, advantages, mini-batches and losses. Only
+the critic's values are replaced, and the optimiser's steps, so that every mini-batch is the first.
 """
 
 import contextlib
 import copy
 import itertools
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import datasets
@@ -23,6 +26,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
+from torch.nn.functional import pad
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import iac_llm
@@ -30,16 +34,22 @@ import ippo_llm
 import ppo_llm
 from utils import adapters
 
-NUM_TOKENS = 16
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),  # peft, about GPT-2's layers
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),  # there are no steps before it
+]
+
 NUM_AGENTS = 2
+NUM_TOKENS = 16
 LENGTH = 2  # tokens of a response
-NUM_RESPONSES = NUM_TOKENS**LENGTH
 FIRST_STATES = [0, 1]  # one for each item
-NEXT_STATES = [2, 3, 4]
-STATES = FIRST_STATES + NEXT_STATES
-SEED = 0
+SECOND_STATES = [2, 3, 4]
+NUM_STATES = 5
+
+GAME_SEED = 21  # of a game with strong gradients: weak ones take more episodes to be seen
+SAMPLING_SEED = 1
 EPISODES = 8192
-MINI_BATCH = 128
+MINI_BATCH = 128  # episodes; gradients of mini-batches tell the standard error of their mean
 LEAST_COSINE = 0.99
 
 
@@ -47,7 +57,7 @@ LEAST_COSINE = 0.99
 
 
 def build_tokenizer():
-    """Fifteen words of a letter each and one for padding, which is not read; no end token."""
+    """A word of one letter for each token but 0, which pads and is not read; there is no end token."""
     vocabulary = {word: k for k, word in enumerate("_abcdefghijklmno")}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="_"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -56,7 +66,7 @@ def build_tokenizer():
 
 def build_model():
     """A random GPT-2 of one layer, whose policy is far from uniform."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(GAME_SEED)
     config = GPT2Config(
         vocab_size=NUM_TOKENS,
         n_positions=8,
@@ -64,7 +74,7 @@ def build_model():
         n_layer=1,
         n_head=2,
         n_inner=16,
-        initializer_range=0.5,
+        initializer_range=0.3,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -74,125 +84,69 @@ def build_model():
 
 
 class Game:
-    """A task of two agents, whose prompts and joint reward depend on the state, and the next state on the responses.
+    """A task whose prompts and joint rewards depend on the state, and the second state on the joint response.
 
     A response's row is 16 times its first token plus its second. `rewards` is [S, 256, 256], `next_states` [256, 256].
     """
 
     def __init__(self, tokenizer):
-        generator = torch.Generator().manual_seed(SEED)
-        self.prompts = []  # of each state, one for each agent
-        for state in STATES:
+        generator = torch.Generator().manual_seed(GAME_SEED)
+        self.prompts = []  # of each state, a string for each agent
+        for state in range(NUM_STATES):
             lengths = [1 + (state + agent) % 4 for agent in range(NUM_AGENTS)]
             ids = [torch.randint(1, NUM_TOKENS, (length,), generator=generator) for length in lengths]
             self.prompts.append(tokenizer.batch_decode(ids))
 
-        tables = torch.zeros(len(STATES), *[NUM_TOKENS] * 4, dtype=torch.float64)
-        for first, second in itertools.combinations_with_replacement(range(1, 5), 2):
-            shape = [len(STATES)] + [1] * 4  # what a token earns by itself, and half as much with each of the others
-            shape[first] = NUM_TOKENS
-            shape[second] = NUM_TOKENS
-            weight = 1.0 if first == second else 0.5
-            tables = tables + weight * torch.randn(shape, generator=generator, dtype=torch.float64)
-        rows = torch.arange(NUM_RESPONSES)
-        next_states = NEXT_STATES[0] + (rows[:, None] + rows) % len(NEXT_STATES)
-
-        responses = torch.cartesian_prod(*[torch.arange(NUM_TOKENS)] * LENGTH)
+        responses = torch.cartesian_prod(torch.arange(NUM_TOKENS), torch.arange(NUM_TOKENS))
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         self.row_of = {text: row for row, text in enumerate(texts)}
-        rows = torch.tensor([self.row_of[text] for text in texts])  # what reads alike earns alike
-        self.rewards = tables.view(len(STATES), NUM_RESPONSES, NUM_RESPONSES)[:, rows][:, :, rows]
-        self.next_states = next_states[rows][:, rows]
+        rows = torch.tensor([self.row_of[text] for text in texts])  # what reads alike counts alike
+        self.rewards = draw_rewards(generator)[:, rows][:, :, rows]
+        self.next_states = SECOND_STATES[0] + (rows[:, None] + rows) % len(SECOND_STATES)
 
     def train_dataset(self, size, seed):
         return datasets.Dataset.from_dict({"state": [k % len(FIRST_STATES) for k in range(size)]})
 
     def formatters(self, item, agent):
-        return self.prompts[item["state"]][agent]
+        return self.messages(item["state"])[agent]
 
     def reward_func(self, *completions, items, turns, turn):
         rewards = []
-        for k, (item, texts) in enumerate(zip(items, zip(*completions))):
+        for k, item in enumerate(items):
             state = item["state"] if turn == 0 else self.next_state([history[k][0] for history in turns])
-            first, second = [self.row_of[text] for text in texts]
-            rewards.append(self.rewards[state, first, second])
+            rows = [self.row_of[texts[k]] for texts in completions]
+            rewards.append(self.rewards[state, rows[0], rows[1]])
         return rewards
 
     def external_transition(self, agent_completions):
-        return self.prompts[self.next_state(agent_completions)]
+        return self.messages(self.next_state(agent_completions))
 
     def next_state(self, texts):
-        first, second = [self.row_of[text] for text in texts]
-        return int(self.next_states[first, second])
+        rows = [self.row_of[text] for text in texts]
+        return int(self.next_states[rows[0], rows[1]])
+
+    def messages(self, state):
+        return [[{"role": "user", "content": prompt}] for prompt in self.prompts[state]]
 
     def state_of(self, prompt, agent):
-        return [prompts[agent] for prompts in self.prompts].index(prompt)
+        return [prompts[agent] for prompts in self.prompts].index(prompt.strip())
+
+
+def draw_rewards(generator):
+    """Rewards [S, 256, 256]: a token is worth something by itself, and something with each other one in a state."""
+    rewards = torch.zeros(NUM_STATES, *[NUM_TOKENS] * 4, dtype=torch.float64)
+    worth = torch.randn(NUM_TOKENS, generator=generator, dtype=torch.float64)
+    for k in range(4):
+        rewards += worth.view(-1, *[1] * (3 - k))
+    for i, k in itertools.combinations(range(1, 5), 2):
+        shape = [NUM_STATES, 1, 1, 1, 1]
+        shape[i] = NUM_TOKENS
+        shape[k] = NUM_TOKENS
+        rewards += 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return rewards.view(NUM_STATES, NUM_TOKENS**LENGTH, NUM_TOKENS**LENGTH)
 
 
 # --- What is exact: by enumeration ------------------------------------------------------------------------------------
-
-
-def policy(model, game, agent, tokenizer):
-    """pi(response | state) [S, 256] of an agent's model, differentiable, from prompts without any padding."""
-    rows = []
-    for prompts in game.prompts:
-        prompt_ids = torch.tensor(tokenizer(prompts[agent]).input_ids).expand(NUM_TOKENS, -1)
-        ids = torch.cat([prompt_ids, torch.arange(NUM_TOKENS)[:, None]], 1)
-        probabilities = model(input_ids=ids).logits[:, -LENGTH:].softmax(-1)
-        rows.append((probabilities[0, 0][:, None] * probabilities[:, 1]).flatten())
-    return torch.stack(rows)
-
-
-def action_returns(policies, game, num_turns):
-    """The expected sum of rewards from a joint response in a state on, [S, 256, 256]."""
-    if num_turns == 1:
-        return game.rewards
-    state_values = torch.einsum("sa,sb,sab->s", *policies, game.rewards)  # of the second turn
-    returns = game.rewards[FIRST_STATES] + state_values[game.next_states]
-    return torch.cat([returns, game.rewards[NEXT_STATES]])
-
-
-def expected_reward(policies, game, num_turns):
-    """J: of an episode, over items and joint responses."""
-    returns = action_returns(policies, game, num_turns)
-    return torch.einsum("sa,sb,sab->s", *policies, returns)[FIRST_STATES].mean()
-
-
-def true_values(policies, game, num_turns, agent):
-    """V(h) [S, 17] of an agent: before its first token, and after each first token that it may take."""
-    returns = action_returns(policies, game, num_turns)
-    other = policies[1 - agent]
-    returns = torch.einsum("sb,sab->sa" if agent == 0 else "sb,sba->sa", other, returns)
-    shape = (len(STATES), NUM_TOKENS, NUM_TOKENS)
-    probabilities = policies[agent].view(shape)
-    expected = (probabilities * returns.view(shape)).sum(-1)  # [S, 16]: times the probability of the first token
-    return torch.cat([expected.sum(-1, keepdim=True), expected / probabilities.sum(-1)], 1)
-
-
-def arbitrary_values():
-    """V(h) [S, 17], random."""
-    return torch.randn(len(STATES), 1 + NUM_TOKENS, generator=torch.Generator().manual_seed(SEED))
-
-
-# --- What is sampled: by the scripts ----------------------------------------------------------------------------------
-
-NOTHING_ELSE = {"kl_coef": 0.0, "value_loss_coef": 0.0, "reward_normalization": False, "advantage_normalization": False}
-EXACT = {  # no more than the policy gradient
-    ippo_llm: NOTHING_ELSE,
-    iac_llm: NOTHING_ELSE,
-    ppo_llm: {"beta": 0.0, "adv_whitening": False, "update_epochs": 1, "lora_rank": 2, "lora_alpha": 2.0},
-}
-
-
-def make_args(script, num_turns, folder, **flags):
-    """Args of one update, without evaluations."""
-    flags = EXACT[script] | flags | {"num_agents": NUM_AGENTS, "output_dir": str(folder), "seed": SEED}
-    flags |= {"num_train_epochs": 1, "train_size": EPISODES, "rollout_buffer_size": EPISODES}
-    if script is ppo_llm:
-        flags |= {"max_turns": num_turns, "max_output_tokens": LENGTH, "batch_size": MINI_BATCH}
-        return script.Args(**flags, evaluation_interval=0)
-    flags |= {"num_turns": num_turns, "max_new_tokens": LENGTH, "mini_batch_size": MINI_BATCH}
-    return script.Args(**flags, eval_interval=0)
 
 
 def parameters(agent):
@@ -211,21 +165,83 @@ def exact_copy(agent):
     return SimpleNamespace(model=model, actor=agent.actor)
 
 
-def randomise(agents):
-    """Make the agents differ from one another and from their references; an adapter that is new changes nothing."""
-    generator = torch.Generator().manual_seed(SEED)
+def policy(agent, prompts, tokenizer):
+    """pi(response|state) [S, 256] of an agent, differentiable, from a prompt for each state, without any padding."""
+    model = getattr(agent, "model", agent.actor)
+    rows = []
+    for prompt in prompts:
+        prompt_ids = torch.tensor(tokenizer(prompt).input_ids).expand(NUM_TOKENS, -1)
+        ids = torch.cat([prompt_ids, torch.arange(NUM_TOKENS)[:, None]], 1)
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        first = logits[0, -2].softmax(-1)
+        second = logits[:, -1].softmax(-1)  # after each first token
+        rows.append((first[:, None] * second).flatten())
+    return torch.stack(rows)
+
+
+def expected_rewards(policies, game, num_turns):
+    """The expected rewards from a joint response in a state on, its own included: [S, 256, 256]."""
+    if num_turns == 1:
+        return game.rewards
+    state_values = torch.einsum("sa,sb,sab->s", *policies, game.rewards)  # of the second turn
+    first = game.rewards[FIRST_STATES] + state_values[game.next_states]
+    return torch.cat([first, game.rewards[SECOND_STATES]])
+
+
+def expected_reward(policies, game, num_turns):
+    """J: the mean over the items."""
+    rewards = expected_rewards(policies, game, num_turns)
+    return torch.einsum("sa,sb,sab->s", *policies, rewards)[FIRST_STATES].mean()
+
+
+def true_values(policies, game, num_turns, agent):
+    """V(h) of an agent in each state, before its first token, and after each first token: [S, 1 + 16]."""
+    rewards = expected_rewards(policies, game, num_turns)
+    if agent == 1:
+        rewards = rewards.transpose(1, 2)
+    rewards = torch.einsum("sb,sab->sa", policies[1 - agent], rewards).view(NUM_STATES, NUM_TOKENS, NUM_TOKENS)
+    probabilities = policies[agent].view(NUM_STATES, NUM_TOKENS, NUM_TOKENS)
+    shares = (probabilities * rewards).sum(-1)  # of the first tokens in the value before them
+    return torch.cat([shares.sum(-1, keepdim=True), shares / probabilities.sum(-1)], 1).float()
+
+
+def arbitrary_values():
+    """V(h) [S, 1 + 16] without any sense."""
+    return torch.randn(NUM_STATES, 1 + NUM_TOKENS, generator=torch.Generator().manual_seed(GAME_SEED))
+
+
+# --- What is sampled: by the scripts ----------------------------------------------------------------------------------
+
+ONLY_POLICY = {"kl_coef": 0.0, "value_loss_coef": 0.0, "reward_normalization": False, "advantage_normalization": False}
+FLAGS = {
+    ippo_llm: ONLY_POLICY,
+    iac_llm: ONLY_POLICY,
+    ppo_llm: {"beta": 0.0, "adv_whitening": False, "update_epochs": 1, "lora_rank": 2, "lora_alpha": 2.0},
+}
+
+
+def make_args(script, num_turns, folder, **flags):
+    """Args of one update, without evaluations."""
+    flags = FLAGS[script] | flags | {"num_agents": NUM_AGENTS, "output_dir": str(folder), "seed": SAMPLING_SEED}
+    flags |= {"num_train_epochs": 1, "train_size": EPISODES, "rollout_buffer_size": EPISODES}
+    if script is ppo_llm:
+        flags |= {"max_turns": num_turns, "max_output_tokens": LENGTH, "batch_size": MINI_BATCH}
+        return script.Args(**flags, evaluation_interval=0)
+    flags |= {"num_turns": num_turns, "max_new_tokens": LENGTH, "mini_batch_size": MINI_BATCH}
+    return script.Args(**flags, eval_interval=0)
+
+
+def perturb(agents):
+    """Make the agents differ, also from their references: an adapter that is new changes nothing (B = 0)."""
+    generator = torch.Generator().manual_seed(GAME_SEED)
     with torch.no_grad():
         for agent in agents:
             for parameter in parameters(agent):
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-
-
-def flatten(tensors):
-    return torch.cat([x.flatten() for x in tensors]).double()
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
 class Team:
-    """What a run's agents are: their exact gradients [P] and true values [S, 17]; what they learn: gradients [K, P]."""
+    """The agents of a run: their exact gradients [P] and true values; the gradients of mini-batches, lists of [P]."""
 
     def __init__(self, agents, game, num_turns):
         self.agents = agents
@@ -233,22 +249,26 @@ class Team:
         copies = [exact_copy(agent) for agent in agents]
         policies = []
         for i, agent in enumerate(copies):
-            model = getattr(agent, "model", agent.actor)
-            policies.append(policy(model, game, i, agents[i].tokenizer))
+            policies.append(policy(agent, [prompts[i] for prompts in game.prompts], agents[i].tokenizer))
         reward = expected_reward(policies, game, num_turns)
-        self.exact = []
+        self.exact_gradients = []
         self.true_values = []
         for i, agent in enumerate(copies):
-            self.exact.append(flatten(torch.autograd.grad(reward, parameters(agent), retain_graph=True)))
-            self.true_values.append(true_values(policies, game, num_turns, i).detach().float())
+            gradient = torch.autograd.grad(reward, parameters(agent), retain_graph=True)
+            self.exact_gradients.append(flatten(gradient))
+            self.true_values.append(true_values(policies, game, num_turns, i).detach())
 
-    def record_gradient(self, agent, *_):
-        """In place of an optimiser's step."""
+    def record(self, agent):
+        """Note an agent's gradient, in place of a step of its optimisers; returns the metrics of a step."""
         gradient = [parameter.grad for parameter in parameters(agent)]
         self.gradients[self.agents.index(agent)].append(flatten(gradient))
         for optimizer in agent.optimizers:
             optimizer.zero_grad()
         return {"grad_norm": torch.tensor(0.0), "skipped": torch.tensor(0.0)}
+
+
+def flatten(tensors):
+    return torch.cat([x.flatten() for x in tensors]).double()
 
 
 def no_run(*_, **__):
@@ -258,46 +278,202 @@ def no_run(*_, **__):
     return contextlib.nullcontext(run)
 
 
-ROLLOUTS = {}  # of each script and number of turns: what else differs between cases is what is learned from them
+ROLLOUTS = {}  # of each script and number of turns; all that else differs is what is learned from them
 
 
-def learn(script, num_turns, critic, folder, **flags):
-    """Let a script's `main` do one update with other values and no steps: a Team.
+def learn(script, num_turns, values, folder, change=None, **flags):
+    """Let a script's `main` do one update with "true" or "arbitrary" values, and without steps; returns a Team.
 
-    `critic` is "true" or "arbitrary".
+    `change` is made to the rollouts before the agents learn from them.
     """
     game = Game(build_tokenizer())
     build_agents = script.build_agents
     play = script.play
-    team = None
+    teams = []
 
     def build_team(*arguments):
-        nonlocal team
+        torch.manual_seed(GAME_SEED)
         agents = build_agents(*arguments)
-        randomise(agents)
-        team = Team(agents, game, num_turns)
+        perturb(agents)
+        teams.append(Team(agents, game, num_turns))
         return agents
 
     def play_once(*arguments):
         if (script, num_turns) not in ROLLOUTS:
             ROLLOUTS[script, num_turns] = play(*arguments)
-        return ROLLOUTS[script, num_turns]
+        rollouts = ROLLOUTS[script, num_turns]
+        return [change(rollout) for rollout in rollouts] if change else rollouts
 
     def compute_values(agent, rollout, args):
-        i = team.agents.index(agent)
-        table = arbitrary_values() if critic == "arbitrary" else team.true_values[i]
+        i = teams[0].agents.index(agent)
+        table = arbitrary_values() if values == "arbitrary" else teams[0].true_values[i]
         states = torch.tensor([[game.state_of(prompt, i) for prompt in prompts] for prompts in rollout.prompts])
-        values = torch.stack([table[states, 0], table[states, 1 + rollout.response_ids[..., 0]]], -1)
-        if script is ppo_llm:  # the value of an end, which matters to truncated episodes alone
-            values = nn.functional.pad(values, (0, 1), value=100.0)
-        return values
+        first_tokens = rollout.response_ids[..., 0]
+        history_values = torch.stack([table[states, 0], table[states, 1 + first_tokens]], -1)
+        if script is ppo_llm:  # and the value of the end, which is for truncated episodes only
+            history_values = pad(history_values, (0, 1), value=100.0)
+        return history_values
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "build_run", no_run)
         patch.setattr(script, "build_agents", build_team)
         patch.setattr(script, "play", play_once)
         patch.setattr(script, "compute_values", compute_values)
-        patch.setattr(script, "build_run", no_run)
-        patch.setattr(script, "optimizer_step", lambda *arguments: team.record_gradient(*arguments))
+        patch.setattr(script, "optimizer_step", lambda agent, args: teams[0].record(agent))
         args = make_args(script, num_turns, folder, **flags)
         script.main(args, task=game, model=build_model(), tokenizer=build_tokenizer())
-    return team
+    return teams[0]
+
+
+# --- The two compared -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Comparison:
+    """Of the mean of sampled gradients with an exact one."""
+
+    cosine: float
+    length: float  # of the mean's component along the exact gradient, as a share of the exact gradient
+    length_error: float  # its standard error
+    num_beyond: int  # parameters that differ by more than three standard errors
+    num_by_chance: int  # the most that do in a thousand sets of gradients whose mean is exact
+
+    @property
+    def equal(self):
+        same_direction = self.cosine >= LEAST_COSINE and self.num_beyond <= self.num_by_chance
+        return same_direction and abs(self.length - 1) <= 4 * self.length_error
+
+
+def compare(gradients, exact):
+    """Compare K sampled gradients, [P] each, with the exact one, [P].
+
+    Parameters depend on one another: where one is beyond three standard errors many are, which is more than independent
+    ones would be. What chance does is seen in the samples' deviations from their mean, with random signs.
+    """
+    gradients = torch.stack(gradients)
+    K = len(gradients)
+    rounding = 1e-6 * exact.abs().max()
+    differences = gradients - exact
+    deviations = gradients - gradients.mean(0)
+    signs = 2.0 * torch.randint(0, 2, (1000, K), generator=torch.Generator().manual_seed(0)).double() - 1
+    by_chance = count_beyond(signs @ deviations / K, (deviations**2).sum(0), K, rounding)
+    lengths = gradients @ exact / (exact @ exact)
+    return Comparison(
+        cosine=torch.cosine_similarity(gradients.mean(0), exact, 0).item(),
+        length=lengths.mean().item(),
+        length_error=(lengths.std() / K**0.5).item(),
+        num_beyond=int(count_beyond(differences.mean(0), (differences**2).sum(0), K, rounding)),
+        num_by_chance=int(by_chance.max()),
+    )
+
+
+def count_beyond(means, square_sums, K, rounding):
+    """How many means of K samples, [..., P], are beyond three standard errors of 0: [...]."""
+    errors = ((square_sums - K * means**2) / (K - 1) / K).clamp(min=0).sqrt()
+    return (means.abs() > 3 * errors + rounding).sum(-1)
+
+
+def compare_agents(team, divisor):
+    """A comparison for each agent; a loss divides the sum over an episode by `divisor`, and descends."""
+    comparisons = []
+    for gradients, exact in zip(team.gradients, team.exact_gradients):
+        assert len(gradients) == EPISODES // MINI_BATCH
+        comparisons.append(compare(gradients, -exact / divisor))
+    return comparisons
+
+
+def actions(num_turns, granularity):
+    """Of an episode."""
+    return num_turns * LENGTH if granularity == "token" else num_turns
+
+
+TURNS = pytest.mark.parametrize("num_turns", [1, 2])
+ACTIONS = pytest.mark.parametrize("granularity", ["token", "turn"])
+UNBIASED = pytest.mark.parametrize("gae_lambda, values", [(1.0, "arbitrary"), (0.5, "true")])
+
+
+@UNBIASED
+@ACTIONS
+@TURNS
+def test_ippo_follows_the_exact_gradient(num_turns, granularity, gae_lambda, values, tmp_path):
+    flags = {"action_granularity": granularity, "gae_lambda": gae_lambda}
+    team = learn(ippo_llm, num_turns, values, tmp_path, **flags)
+    for comparison in compare_agents(team, actions(num_turns, granularity)):
+        assert comparison.equal, comparison
+
+
+@ACTIONS
+@TURNS
+def test_iac_with_true_values_follows_the_exact_gradient(num_turns, granularity, tmp_path):
+    team = learn(iac_llm, num_turns, "true", tmp_path, action_granularity=granularity)
+    for comparison in compare_agents(team, actions(num_turns, granularity)):
+        assert comparison.equal, comparison
+
+
+@UNBIASED
+@pytest.mark.parametrize("granularity, turn_level_clip", [("token", False), ("turn", False), ("turn", True)])
+@TURNS
+def test_ppo_follows_the_exact_gradient(num_turns, granularity, turn_level_clip, gae_lambda, values, tmp_path):
+    flags = {"action_granularity": granularity, "gae_lambda": gae_lambda, "turn_level_clip": turn_level_clip}
+    team = learn(ppo_llm, num_turns, values, tmp_path, **flags)
+    num_ratios = actions(num_turns, "turn" if turn_level_clip else "token")  # its loss is a mean over ratios
+    for comparison in compare_agents(team, num_ratios):
+        assert comparison.equal, comparison
+
+
+# --- What is wrong is seen --------------------------------------------------------------------------------------------
+
+SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, iac_llm, ppo_llm])
+
+
+def learn_from_tokens(script, folder, **others):
+    """In two turns, of tokens, where all is as it should be but for what the test has changed."""
+    flags = {} if script is iac_llm else {"gae_lambda": 0.5}
+    team = learn(script, 2, "true", folder, action_granularity="token", **flags, **others)
+    return compare_agents(team, actions(2, "token"))
+
+
+@SCRIPTS
+def test_a_mask_without_the_last_token_is_seen(script, tmp_path):
+    def without_last_token(rollout):
+        if script is ppo_llm:
+            return replace(rollout, turn_of_token=pad(rollout.turn_of_token[..., :-1], (0, 1), value=-1))
+        return replace(rollout, mask=pad(rollout.mask[..., :-1], (0, 1)))
+
+    for comparison in learn_from_tokens(script, tmp_path, change=without_last_token):
+        assert not comparison.equal, comparison
+
+
+@SCRIPTS
+def test_the_rewards_of_other_episodes_are_seen(script, tmp_path):
+    def of_other_episodes(rollout):
+        return replace(rollout, processed_rewards=rollout.processed_rewards.roll(1, 0))
+
+    for comparison in learn_from_tokens(script, tmp_path, change=of_other_episodes):
+        assert not comparison.equal, comparison
+
+
+@SCRIPTS
+def test_values_shifted_by_a_position_are_seen(script, tmp_path, monkeypatch):
+    estimator = "td_error" if script is iac_llm else "gae"
+    advantages = getattr(script, estimator)
+
+    def of_shifted_values(rewards, values, *others):
+        shifted = values.flatten(1).roll(-1, 1).view_as(values)  # V(h_t+1) in the place of V(h_t)
+        return advantages(rewards, shifted, *others)
+
+    monkeypatch.setattr(script, estimator, of_shifted_values)
+    for comparison in learn_from_tokens(script, tmp_path):
+        assert not comparison.equal, comparison
+
+
+def test_a_detached_ratio_is_seen(tmp_path, monkeypatch):
+    take_logprobs = ppo_llm.take_logprobs
+
+    def detached_after_the_first_token(log_pi, rollout):
+        logprobs = take_logprobs(log_pi, rollout)
+        return torch.cat([logprobs[..., :1], logprobs[..., 1:].detach()], -1)
+
+    monkeypatch.setattr(ppo_llm, "take_logprobs", detached_after_the_first_token)
+    for comparison in learn_from_tokens(ppo_llm, tmp_path):
+        assert not comparison.equal, comparison

@@ -1,6 +1,5 @@
 """Every flag of ppo_llm does something: a table of flags, another value for each, and what then changes."""
 
-import contextlib
 import dataclasses
 import json
 import sys
@@ -10,76 +9,73 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from test_flags import make_model
+import transformers
+from helpers import make_model, watch_passes
 from torch import nn
 
 import ppo_llm
-import utils.models
 import utils.run
 from utils.cli import TaskError, UserError
 from utils.tasks import number
 
-# Two updates of two optimiser steps.
-SMALL = {"train_size": 16, "rollout_buffer_size": 8, "batch_size": 4, "num_train_epochs": 1, "max_turns": 2}
-SMALL |= {"max_output_tokens": 4, "evaluation_interval": 0, "eval_loop": 6, "eval_size": 5}
-SMALL |= {"lora_rank": 8, "lora_alpha": 16.0, "update_epochs": 1, "action_granularity": "auto", "lr_actor": 2e-3}
-STAGE, MODEL, DATA = "<a run>", "<another model>", "<a file of items>"  # made once, by `places`
-SEEN = {}  # runs that several tests look at
+SMALL = {  # two updates of two optimiser steps
+    "train_size": 16,
+    "rollout_buffer_size": 8,
+    "batch_size": 4,
+    "num_train_epochs": 1,
+    "max_turns": 2,
+    "max_output_tokens": 4,
+    "evaluation_interval": 0,
+    "eval_size": 5,
+    "lora_rank": 8,
+    "lora_alpha": 16.0,
+    "update_epochs": 1,
+    "lr_actor": 2e-3,
+}
+PLAYS = {"sample"}
+READS = {"compute_values", "compute_logprobs"}
+LEARNS = {"ppo_loss", "value_loss"}
+STAGE = "<a run>"  # these are made once, by `places`
+MODEL = "<another model>"
+DATA = "<a file of items>"
+RUNS = {}  # that several tests look at
 
 
-@contextlib.contextmanager
-def another_precision():
-    """Within it an Accelerator may be of another precision than those before."""
-    shared, before = AcceleratorState._shared_state, dict(AcceleratorState._shared_state)
-    shared.clear()
-    try:
-        yield
-    finally:
-        shared.clear()
-        shared.update(before)
+def train(folder, own_task=None, **flags):
+    """What a short run learned and wrote, and how it read the base."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        seen = watch_passes(monkeypatch)
+        seen.layers = Counter()  # times that the first layer was computed, by function
+        seen.dtypes = set()  # of the logits, by function
+        seen.compiled = []
+        seen.responses = []  # of agent 0 in each update
+        seen.held_out = []  # items of each evaluation
+        load_base = ppo_llm.load_base
+        play = ppo_llm.play
 
+        def load_and_watch(*values):
+            base, tokenizer = load_base(*values)
+            layer = base.base_model.layers[0]
+            layer.register_forward_pre_hook(lambda *_: seen.layers.update(seen.functions[-1:] or ["backward"]))
+            base.lm_head.register_forward_hook(lambda *values: seen.dtypes.add((seen.functions[-1], values[-1].dtype)))
+            return base, tokenizer
 
-def train(folder, given=None, **flags):
-    """What a short run learned, said, wrote, and asked of the base."""
-    seen = SimpleNamespace(reads=[], layers=Counter(), dtypes=set(), held_out=[], texts=[], compiled=[])
-    phase = []
+        def play_and_watch(agents, task, items, args, generator, phase):
+            rollouts = play(agents, task, items, args, generator, phase)
+            if generator is None:
+                seen.held_out.append(len(items))
+            else:
+                seen.responses.append(rollouts[0].responses)
+            return rollouts
 
-    def within(name):
-        original = getattr(ppo_llm, name)
-
-        def watched(*given, **known):
-            phase.append(name)
-            result = original(*given, **known)
-            phase.pop()
-            if name == "generate" and given[6:] == (True,):
-                seen.held_out.append(len(given[2]))
-            if name == "prepare":
-                seen.texts.append(given[2].texts)
-            return result
-
-        return watched
-
-    def read(module, given, known):
-        rows = (given[0] if given else known["input_ids"]).shape[0]
-        seen.reads.append((*phase, rows, known.get("position_ids") is not None))
-
-    def load_model(*given):
-        base = seen.base = utils.models.load_model(*given)
-        base.base_model.register_forward_pre_hook(read, with_kwargs=True)
-        base.base_model.layers[0].register_forward_pre_hook(lambda *_: seen.layers.update(phase))
-        base.lm_head.register_forward_hook(lambda module, given, out: seen.dtypes.add((*phase, out.dtype)))
-        return base
-
-    args = ppo_llm.Args(**{**SMALL, "output_dir": str(folder), **flags})
-    with pytest.MonkeyPatch.context() as patch, another_precision():
-        for name in ("generate", "prepare", "learn"):
-            patch.setattr(ppo_llm, name, within(name))
-        patch.setattr(ppo_llm, "load_model", load_model)
-        patch.setattr(nn.Module, "compile", lambda self, **known: seen.compiled.append((self, known)))  # takes minutes
-        patch.setattr(utils.run, "draw_curves", lambda *_: None)
-        seen.agents, run = ppo_llm.main(args, given)
-    seen.run, seen.rows, seen.folder = run, run.rows, run.folder
+        monkeypatch.setattr(ppo_llm, "load_base", load_and_watch)
+        monkeypatch.setattr(ppo_llm, "play", play_and_watch)
+        monkeypatch.setattr(nn.Module, "compile", lambda self, **named: seen.compiled.append((self, named["mode"])))
+        monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
+        args = ppo_llm.Args(**{**SMALL, "output_dir": str(folder), **flags})
+        seen.agents, seen.run = ppo_llm.main(args, own_task)
+    seen.rows = seen.run.rows
+    seen.folder = seen.run.folder
     return seen
 
 
@@ -87,21 +83,21 @@ def train(folder, given=None, **flags):
 def places(tmp_path_factory, tokenizer):
     """What flags name by its place: a run whose policy is another than the base's, a model, a file of items."""
     folder = tmp_path_factory.mktemp("places")
-    SEEN[STAGE] = train(folder / "run", lr_actor=0.05, cosine_lr_schedule=False)
+    RUNS[STAGE] = train(folder / "run", lr_actor=0.05, cosine_lr_schedule=False)
     (folder / "items.jsonl").write_text("\n".join([json.dumps({"share": 0.5})] * 40))
-    made = {STAGE: folder / "run", MODEL: make_model(folder / "model", tokenizer), DATA: folder / "items.jsonl"}
-    return {name: str(place) for name, place in made.items()}
+    model = make_model(folder / "model", tokenizer)
+    return {STAGE: str(folder / "run"), MODEL: model, DATA: str(folder / "items.jsonl")}
 
 
 @pytest.fixture
 def baseline(tmp_path, places):
-    """A run with other flags than SMALL's, made once."""
+    """A function of flags other than SMALL's: a run, made once."""
 
     def make(**flags):
-        key = tuple(sorted(flags.items()))
-        if key not in SEEN:
-            SEEN[key] = train(tmp_path / f"before_{len(SEEN)}", **in_place(flags, places))
-        return SEEN[key]
+        key = str(sorted(flags.items()))
+        if key not in RUNS:
+            RUNS[key] = train(tmp_path / f"before_{len(RUNS)}", **in_place(flags, places))
+        return RUNS[key]
 
     return make
 
@@ -110,7 +106,7 @@ def in_place(flags, places):
     return {name: places.get(value, value) for name, value in flags.items()}
 
 
-# --- What has to be seen ----------------------------------------------------------------------------------------------
+# --- What a flag may change -------------------------------------------------------------------------------------------
 
 
 def weights(seen, groups=(0, 1)):
@@ -118,34 +114,36 @@ def weights(seen, groups=(0, 1)):
     return [x for agent in seen.agents for group in groups for x in agent.optimizers[0].param_groups[group]["params"]]
 
 
-def same(before, after, groups=(0, 1)):
+def same_weights(before, after, groups=(0, 1)):
     pairs = list(zip(weights(before, groups), weights(after, groups)))
     return all(one.shape == other.shape and torch.equal(one, other) for one, other in pairs)
 
 
-def learned(before, after):
-    """Other actors came out."""
-    return not same(before, after, [0])
+def other_actors(before, after):
+    return not same_weights(before, after, [0])
 
 
-def valued(before, after):
-    """Other critics came out."""
-    return not same(before, after, [1])
+def other_critics(before, after):
+    return not same_weights(before, after, [1])
 
 
-def said(before, after):
-    """Other texts were sampled in the first update."""
-    return before.texts[0] != after.texts[0]
+def other_responses(before, after):
+    """In the first update, when all have learned nothing yet."""
+    return before.responses[0] != after.responses[0]
 
 
-def agreed(before, after):
-    """The same texts, and the same weights but for rounding."""
+def same_first_responses(before, after):
+    return not other_responses(before, after)
+
+
+def same_but_for_rounding(before, after):
     pairs = zip(weights(before), weights(after))
-    return not said(before, after) and all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
+    close = all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
+    return same_first_responses(before, after) and close
 
 
-def alike(before, after):
-    """The same texts, and in the first update the same losses and gradients but for rounding."""
+def same_first_losses(before, after):
+    """But for rounding."""
     names = [f"agent_0/{name}" for name in ("policy_loss", "value_loss", "entropy", "grad_norm")]
     pairs = [(before.rows[0][name], after.rows[0][name]) for name in names]
     return before.run.samples[:2] == after.run.samples[:2] and all(a == pytest.approx(b, rel=1e-3) for a, b in pairs)
@@ -155,8 +153,8 @@ def updates(expected):
     return lambda before, after: len(before.rows) == 2 and len(after.rows) == expected
 
 
-def of(attribute, expected):
-    """Something of a run as it should be now, and was not."""
+def becomes(attribute, expected):
+    """Something of a run is this now, and was not before."""
     return lambda before, after: attribute(after) == expected != attribute(before)
 
 
@@ -173,22 +171,21 @@ def steps(seen):
     return {int(state["step"]) for state in seen.agents[0].optimizers[0].state.values()}
 
 
-def rows(*phases):
-    """The most rows that the base read at once in a phase."""
-    return lambda seen: max(rows for phase, rows, _ in seen.reads if phase in phases)
+def most_rows(functions):
+    """The most rows that the base read at once in these functions."""
+    return lambda seen: max(each.rows for each in seen.passes if each.function in functions)
 
 
-def numbered(seen):
-    """Whether the base was told positions, in all phases."""
-    return {(phase, given) for phase, _, given in seen.reads}
+def functions_without_positions(seen):
+    return {each.function for each in seen.passes if not each.has_positions}
 
 
-def adapted(seen):
+def targets(seen):
     """The layers with an adapter, by name."""
     return {name.split(".lora_")[0].split(".")[-1] for name, _ in seen.base.named_parameters() if ".lora_A." in name}
 
 
-def adapter(seen):
+def projection(seen):
     return seen.base.base_model.layers[0].self_attn.q_proj
 
 
@@ -204,117 +201,129 @@ def first_item(seen):
     return seen.run.samples[0]["item"]
 
 
-def ran_again(before, after):
-    """In learning every layer was computed twice, elsewhere once."""
-    once = before.layers
-    return once["learn"] > 0 and after.layers == once | {"learn": 2 * once["learn"]}
+def layers_twice(before, after):
+    """What is differentiated was computed once more, and nothing else."""
+    again = sum(before.layers[function] for function in LEARNS)
+    return again > 0 and after.layers == before.layers | Counter(backward=again)
 
 
-PHASES = ("generate", "prepare", "learn")
-NUMBER, STAGED = {"task": "number", "evaluation_interval": 1}, {"load_checkpoint": STAGE}
-# flag: (another value, other flags of both runs, what has to be seen)
+NUMBER = {"task": "number", "evaluation_interval": 1}
+STAGED = {"load_checkpoint": STAGE}
+# flag: (another value, other flags of both runs, what has to change)
 TABLE = {
     # the run
-    "seed": (2, {}, said),
-    "env": ("grid", {}, of(lambda seen: "Walk from" in seen.run.samples[0]["prompts"][0][0], True)),
-    "task": ("number", {}, of(lambda seen: [*first_item(seen)], ["share"])),
-    "dataset": (DATA, NUMBER, of(first_item, {"share": 0.5})),
+    "seed": (2, {}, other_responses),
+    "env": ("grid", {}, becomes(lambda seen: "Walk from" in seen.run.samples[0]["prompts"][0][0], True)),
+    "task": ("number", {}, becomes(lambda seen: [*first_item(seen)], ["share"])),
+    "dataset": (DATA, NUMBER, becomes(first_item, {"share": 0.5})),
     "train_size": (24, {}, updates(3)),
-    "eval_size": (2, NUMBER, of(lambda seen: seen.held_out[0], 2)),
-    "evaluation_interval": (1, {}, of(lambda seen: metric("fitness")(seen) is None, False)),
-    "eval_loop": (3, NUMBER, of(lambda seen: seen.held_out[0], 3)),
+    "eval_size": (2, NUMBER, becomes(lambda seen: seen.held_out[0], 2)),
+    "evaluation_interval": (1, {"eval_loop": 2}, becomes(lambda seen: metric("fitness")(seen) is None, False)),
+    "eval_loop": (3, NUMBER, becomes(lambda seen: seen.held_out[0], 3)),
     "num_train_epochs": (2, {}, updates(4)),
-    "save_interval": (1, {}, of(lambda seen: "update_000001" in files(seen), True)),
-    "keep_checkpoints": (1, {"save_interval": 1}, of(lambda seen: "update_000001" in files(seen), False)),
-    "load_checkpoint": (STAGE, {"lr_actor": 0.0}, of(lambda seen: same(SEEN[STAGE], seen), True)),
-    "load_optimizer": (True, STAGED, both(learned, valued, of(steps, {8}))),
+    "save_interval": (1, {}, becomes(lambda seen: "update_000001" in files(seen), True)),
+    "keep_checkpoints": (1, {"save_interval": 1}, becomes(lambda seen: "update_000001" in files(seen), False)),
+    "load_checkpoint": (STAGE, {"lr_actor": 0.0}, becomes(lambda seen: same_weights(RUNS[STAGE], seen), True)),
+    "load_optimizer": (True, STAGED, both(other_actors, other_critics, becomes(steps, {8}))),
     # the agents
-    "model": (MODEL, {}, of(lambda seen: seen.agents[0].value_head.in_features, 32)),
-    "num_agents": (2, NUMBER, of(lambda seen: (len(seen.agents), "agent_1" in files(seen)), (2, True))),
-    "lora_rank": (4, {}, of(lambda seen: weights(seen)[0].shape[0], 4)),
-    "lora_alpha": (32.0, {}, both(learned, valued, of(lambda seen: adapter(seen).scaling["agent_0_actor"], 4.0))),
-    "lora_dropout": (0.5, {}, both(learned, valued, lambda before, after: not said(before, after))),
-    "lora_target_modules": (("q_proj",), {}, of(adapted, {"q_proj"})),
-    "use_separate_reference_adapter": (  # the base, which the stage has left
+    "model": (MODEL, {}, becomes(lambda seen: seen.agents[0].value_head.in_features, 32)),
+    "num_agents": (2, NUMBER, becomes(lambda seen: (len(seen.agents), "agent_1" in files(seen)), (2, True))),
+    "lora_rank": (4, {}, becomes(lambda seen: weights(seen)[0].shape[0], 4)),
+    "lora_alpha": (
+        32.0,
+        {},
+        both(other_actors, other_critics, becomes(lambda seen: projection(seen).scaling["agent_0_actor"], 4.0)),
+    ),
+    "lora_dropout": (0.5, {}, both(other_actors, other_critics, same_first_responses)),
+    "lora_target_modules": (("q_proj",), {}, becomes(targets, {"q_proj"})),
+    "use_separate_reference_adapter": (  # the base, from which the stage is far
         False,
         STAGED,
-        both(of(lambda seen: "reference" in files(seen), False), of(lambda seen: metric("kl")(seen) == 0, False)),
+        both(
+            becomes(lambda seen: "reference" in files(seen), False),
+            becomes(lambda seen: abs(metric("kl")(seen)) < 1e-5, False),
+        ),
     ),
-    "reference_update_interval": (1, {"train_size": 8, "num_train_epochs": 2}, of(metric("kl", 1), 0.0)),
-    "dtype": ("bfloat16", {}, of(lambda seen: seen.base.dtype, torch.bfloat16)),
-    "mixed_precision": ("bf16", {}, of(lambda seen: ("learn", torch.bfloat16) in seen.dtypes, True)),
-    "attn_implementation": ("eager", {}, of(lambda seen: seen.base.config._attn_implementation, "eager")),
-    "gradient_checkpointing": (True, {}, both(ran_again, agreed)),
+    "reference_update_interval": (
+        1,
+        {"train_size": 8, "num_train_epochs": 2},
+        becomes(lambda seen: abs(metric("kl", 1)(seen)) < 1e-5, True),
+    ),
+    "dtype": ("bfloat16", {}, becomes(lambda seen: seen.base.dtype, torch.bfloat16)),
+    "mixed_precision": ("bf16", {}, becomes(lambda seen: ("ppo_loss", torch.bfloat16) in seen.dtypes, True)),
+    "attn_implementation": ("eager", {}, becomes(lambda seen: seen.base.config._attn_implementation, "eager")),
+    "gradient_checkpointing": (True, {}, both(layers_twice, same_but_for_rounding)),
     "torch_compiler": (
         "default",
         {},
-        of(
-            lambda seen: [(m is seen.base.base_model, known["mode"]) for m, known in seen.compiled], [(True, "default")]
+        becomes(
+            lambda seen: [(module is seen.base.base_model, mode) for module, mode in seen.compiled], [(True, "default")]
         ),
     ),
-    "calc_position_embeddings": (False, {}, of(numbered, {(phase, False) for phase in PHASES})),
+    "calc_position_embeddings": (False, {}, becomes(functions_without_positions, PLAYS | READS | LEARNS)),
     # sampling
     "rollout_buffer_size": (4, {}, updates(4)),
-    "max_turns": (3, {}, of(lambda seen: "turn_3/reward_mean" in seen.rows[0], True)),
-    "early_termination_threshold": (-1.0, NUMBER, of(metric("turns"), 1)),
-    "max_output_tokens": (1, {}, of(metric("agent_0/response_length"), 1.0)),
-    "min_output_tokens": (4, {}, of(metric("agent_0/response_length"), 4.0)),
-    "max_model_len": (22, {}, both(of(metric("truncated"), 8.0), of(metric("turns"), 1.0))),
-    "temperature": (0.5, {}, said),
-    "top_p": (0.3, {}, said),
-    "top_k": (2, {}, said),
-    "min_p": (0.5, {}, said),
-    "repetition_penalty": (5.0, {}, said),
-    "hf_generate_chunk_size": (3, {}, of(rows("generate"), 3)),
+    "max_turns": (3, {}, becomes(lambda seen: "turn_3/reward_mean" in seen.rows[0], True)),
+    "early_termination_threshold": (-1.0, NUMBER, becomes(metric("turns"), 1)),
+    "max_output_tokens": (1, {}, becomes(metric("agent_0/response_length"), 1.0)),
+    "min_output_tokens": (4, {}, becomes(metric("agent_0/response_length"), 4.0)),
+    "max_model_len": (22, {}, both(becomes(metric("truncated"), 8.0), becomes(metric("turns"), 1.0))),
+    "temperature": (0.5, {}, other_responses),
+    "top_p": (0.3, {}, other_responses),
+    "top_k": (2, {}, other_responses),
+    "min_p": (0.5, {}, other_responses),
+    "repetition_penalty": (5.0, {}, other_responses),
+    "hf_generate_chunk_size": (3, {}, becomes(most_rows(PLAYS), 3)),
     # the algorithm
-    "action_granularity": ("token", {}, both(learned, valued)),
-    "turn_value_reduction": ("final_value", {}, both(learned, valued)),
-    "turn_level_clip": (True, {}, learned),
-    "gamma": (0.5, {}, both(learned, valued)),
-    "gae_lambda": (0.1, {}, both(learned, valued)),
-    "adv_whitening": (False, {}, learned),
-    "clip_coef": (1e-4, {}, both(learned, valued)),
-    "beta": (10.0, {}, learned),
-    "vf_coef": (5.0, {}, valued),
-    "ent_coef": (1.0, {}, learned),
-    "update_epochs": (2, {}, both(learned, valued, of(steps, {8}))),
-    "batch_size": (8, {}, both(learned, of(steps, {2}), of(rows("learn"), 8))),
-    "micro_batch_size_per_gpu": (2, {}, both(alike, of(rows("prepare", "learn"), 2))),
+    "action_granularity": ("token", {}, both(other_actors, other_critics)),
+    "turn_value_reduction": ("final_value", {}, both(other_actors, other_critics)),
+    "turn_level_clip": (True, {}, other_actors),
+    "gamma": (0.5, {}, both(other_actors, other_critics)),
+    "gae_lambda": (0.1, {}, both(other_actors, other_critics)),
+    "adv_whitening": (False, {}, other_actors),
+    "clip_coef": (1e-4, {}, both(other_actors, other_critics)),
+    "beta": (10.0, {}, other_actors),
+    "vf_coef": (5.0, {}, other_critics),
+    "ent_coef": (1.0, {}, other_actors),
+    "update_epochs": (2, {}, both(other_actors, other_critics, becomes(steps, {8}))),
+    "batch_size": (8, {}, both(other_actors, becomes(steps, {2}), becomes(most_rows(LEARNS), 8))),
+    "micro_batch_size_per_gpu": (2, {}, both(same_first_losses, becomes(most_rows(READS | LEARNS), 2))),
     # the optimiser
-    "lr_actor": (1e-3, {}, both(learned, valued, of(rates("initial_lr"), [1e-3, 1e-3]))),
-    "lr_critic": (1e-3, {}, both(valued, of(rates("initial_lr"), [2e-3, 1e-3]))),
-    "cosine_lr_schedule": (False, {}, both(learned, valued, of(rates("lr"), [2e-3, 2e-3]))),
-    "warmup_proportion": (0.5, {}, both(learned, valued)),
-    "max_grad_norm": (1e-3, {}, both(learned, valued)),
+    "lr_actor": (1e-3, {}, both(other_actors, other_critics, becomes(rates("initial_lr"), [1e-3, 1e-3]))),
+    "lr_critic": (1e-3, {}, both(other_critics, becomes(rates("initial_lr"), [2e-3, 1e-3]))),
+    "cosine_lr_schedule": (False, {}, both(other_actors, other_critics, becomes(rates("lr"), [2e-3, 2e-3]))),
+    "warmup_proportion": (0.5, {}, both(other_actors, other_critics)),
+    "max_grad_norm": (1e-3, {}, both(other_actors, other_critics)),
 }
 ELSEWHERE = {  # and the test here that changes them
     "output_dir": "test_a_flag_changes_what_happens",
     "resume": "test_a_run_goes_on_from_its_checkpoint",
     "reward_timeout": "test_a_reward_function_that_takes_too_long_is_ended",
-    "deterministic": "test_torch_takes_deterministic_algorithms_if_told",
-    "overwrite": "test_an_earlier_run_is_kept_unless_told",
-    "merge_lora_configs": "test_another_lora_configuration_is_merged_if_told",
-    "trust_remote_code": "test_code_of_a_model_is_run_only_if_told",
-    "track": "test_weights_and_biases_is_told_what_the_flags_say",
-    "wandb_project_name": "test_weights_and_biases_is_told_what_the_flags_say",
-    "wandb_entity": "test_weights_and_biases_is_told_what_the_flags_say",
-    "wandb_run_name": "test_weights_and_biases_is_told_what_the_flags_say",
-    "wandb_tags": "test_weights_and_biases_is_told_what_the_flags_say",
+    "deterministic": "test_torch_takes_deterministic_algorithms_with_the_flag",
+    "overwrite": "test_an_earlier_run_is_replaced_with_the_flag",
+    "merge_lora_configs": "test_another_lora_configuration_is_merged_with_the_flag",
+    "trust_remote_code": "test_code_of_a_model_is_run_only_with_the_flag",
+    "track": "test_weights_and_biases_gets_what_the_flags_say",
+    "wandb_project_name": "test_weights_and_biases_gets_what_the_flags_say",
+    "wandb_entity": "test_weights_and_biases_gets_what_the_flags_say",
+    "wandb_run_name": "test_weights_and_biases_gets_what_the_flags_say",
+    "wandb_tags": "test_weights_and_biases_gets_what_the_flags_say",
 }
 
 
 def test_the_table_has_every_flag():
-    flags = [field.name for field in dataclasses.fields(ppo_llm.Args)]
-    assert sorted(flags) == sorted([*TABLE, *ELSEWHERE])
+    names = [field.name for field in dataclasses.fields(ppo_llm.Args)]
+    assert sorted(names) == sorted([*TABLE, *ELSEWHERE])
     assert all(callable(globals()[test]) for test in ELSEWHERE.values())
 
 
 def test_the_same_flags_change_nothing(baseline, tmp_path):
-    """So that what changes does so for the flag."""
-    before, after = baseline(), train(tmp_path / "after")
-    assert same(before, after) and before.texts == after.texts and before.layers == after.layers
-    assert before.reads == after.reads and before.run.samples == after.run.samples
-    assert numbered(before) == {(phase, True) for phase in PHASES} and steps(before) == {4}
+    before = baseline()
+    after = train(tmp_path / "after")
+    assert same_weights(before, after)
+    for name in ("responses", "layers", "passes"):
+        assert getattr(before, name) == getattr(after, name), name
+    assert before.run.samples == after.run.samples
 
 
 @pytest.mark.parametrize("flag", TABLE)
@@ -325,26 +334,84 @@ def test_a_flag_changes_what_happens(tmp_path, places, baseline, flag):
     assert changed(before, train(tmp_path / "after", **in_place(base | {flag: value}, places)))
 
 
-def test_an_action_is_a_turn_if_there_may_be_several():
-    cases = [({"max_turns": 1}, False), ({"max_turns": 2}, True), ({}, True), ({"task": "tldr"}, False)]
-    for flags, expected in cases:
-        assert ppo_llm.Args(action_granularity="auto", **flags).by_turns == expected
-        assert ppo_llm.Args(action_granularity="turn", **flags).by_turns
-        assert not ppo_llm.Args(action_granularity="token", **flags).by_turns
+# --- Flags that depend on others --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ({}, "turn"),
+        ({"max_turns": 2}, "turn"),
+        ({"max_turns": 1}, "token"),
+        ({"task": "tldr"}, "token"),
+        ({"task": "number", "max_turns": 3}, "turn"),
+        ({"action_granularity": "token"}, "token"),
+        ({"task": "tldr", "action_granularity": "turn"}, "turn"),
+    ],
+    ids=str,
+)
+def test_an_action_is_a_turn_where_there_may_be_several(flags, expected):
+    assert ppo_llm.resolve_args(ppo_llm.Args(**flags)).action_granularity == expected
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ({}, {"max_turns": 6, "max_output_tokens": 8, "train_size": 3200}),
+        ({"task": "tldr"}, {"max_turns": 1, "max_output_tokens": 72, "train_size": None}),
+        (
+            {"max_turns": 2, "max_output_tokens": 3, "train_size": 70},
+            {"max_turns": 2, "max_output_tokens": 3, "train_size": 70},
+        ),
+        ({"lr_actor": 0.5}, {"lr_critic": 0.5}),
+        ({"lr_critic": 0.0}, {"lr_critic": 0.0}),
+        ({"batch_size": 7}, {"micro_batch_size_per_gpu": 7}),
+        ({}, {"max_model_len": 512}),
+        ({"max_model_len": 100}, {"max_model_len": 100}),
+        ({"max_model_len": 1000}, {"max_model_len": 512}),
+    ],
+    ids=str,
+)
+def test_a_flag_without_a_value_depends_on_others(flags, expected):
+    args = ppo_llm.resolve_args(ppo_llm.Args(**flags))
+    assert {name: getattr(args, name) for name in expected} == expected
 
 
 def test_the_value_of_a_turn_is_that_of_its_first_token_of_its_last_or_the_mean(baseline):
-    seen = [baseline(), *(baseline(turn_value_reduction=name) for name in ("mean", "final_value"))]
-    assert valued(*seen[:2]) and valued(*seen[1:]) and valued(seen[0], seen[2])
-    assert same(seen[0], baseline(turn_value_reduction="first_value"))
+    runs = [baseline(turn_value_reduction=name) for name in ("first_value", "mean", "final_value")]
+    assert same_weights(baseline(), runs[0])
+    assert other_critics(runs[0], runs[1])
+    assert other_critics(runs[1], runs[2])
+    assert other_critics(runs[0], runs[2])
 
 
-def test_an_earlier_run_is_kept_unless_told(tmp_path):
-    train(tmp_path / "run", train_size=8, save_interval=1)
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+def test_more_held_out_items_than_there_are_is_all_of_them(tmp_path, capsys):
+    seen = train(tmp_path / "run", eval_loop=9, **NUMBER)
+    assert set(seen.held_out) == {5}
+    assert "--eval-loop 9: the task has 5 held-out items, and those are taken" in capsys.readouterr().out
+
+
+def test_an_environment_has_as_many_held_out_episodes_as_there_are_to_be(tmp_path):
+    assert set(train(tmp_path / "run", eval_loop=9, evaluation_interval=1, train_size=8).held_out) == {9}
+
+
+# --- Flags of the run's folder and its surroundings -------------------------------------------------------------------
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_earlier_run_is_kept_without_the_flag(tmp_path):
+    train(tmp_path / "run", train_size=8)
+    before = contents(tmp_path / "run")
     with pytest.raises(UserError, match="--output-dir takes a folder without a run in it"):
         train(tmp_path / "run", train_size=8)
-    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert before == contents(tmp_path / "run")
+
+
+def test_an_earlier_run_is_replaced_with_the_flag(tmp_path):
+    train(tmp_path / "run", train_size=8, save_interval=1)
     seen = train(tmp_path / "run", overwrite=True)
     assert len(seen.rows) == 2 and "update_000001" not in files(seen)
 
@@ -358,112 +425,131 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
 
 
 def test_a_reward_function_that_takes_too_long_is_ended(tmp_path):
-    task = task_of(reward_func=lambda first: time.sleep(30))
+    task = number_task(reward_func=lambda first: time.sleep(30))
     with pytest.raises(TaskError, match="TimeoutError: no answer within --reward-timeout, 0.2 s"):
         train(tmp_path / "run", task, reward_timeout=0.2)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_torch_takes_deterministic_algorithms_if_told(tmp_path, told):
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_torch_takes_deterministic_algorithms_with_the_flag(tmp_path, deterministic):
     found = []
 
     def reward_func(first):
         found.append(torch.are_deterministic_algorithms_enabled())
         return [0.0] * len(first)
 
-    train(tmp_path / "run", task_of(reward_func=reward_func), deterministic=told)
-    assert set(found) == {told} and not torch.are_deterministic_algorithms_enabled()
+    train(tmp_path / "run", number_task(reward_func=reward_func), deterministic=deterministic)
+    assert set(found) == {deterministic} and not torch.are_deterministic_algorithms_enabled()
 
 
-def test_another_lora_configuration_is_merged_if_told(tmp_path, places):
-    other = {"load_checkpoint": places[STAGE], "lora_rank": 12, "train_size": 8, "lr_actor": 0.0}
+def test_another_lora_configuration_is_refused_without_the_flag(tmp_path, places):
     with pytest.raises(UserError, match="r 8 there, 12 here"):
-        train(tmp_path / "run", **other)
+        train(tmp_path / "run", load_checkpoint=places[STAGE], lora_rank=12)
     assert not (tmp_path / "run").exists()
+
+
+def test_another_lora_configuration_is_merged_with_the_flag(tmp_path, places):
+    flags = {"load_checkpoint": places[STAGE], "lora_rank": 12, "train_size": 8, "lr_actor": 0.0}
     with pytest.warns(UserWarning, match="r 8 there, 12 here; now r 12"):
-        seen = train(tmp_path / "run", merge_lora_configs=True, **other)
-    assert weights(seen)[0].shape[0] == 12 and metric("kl")(seen) == 0
-    assert torch.equal(weights(seen)[0][:8], weights(SEEN[STAGE])[0])
+        seen = train(tmp_path / "run", merge_lora_configs=True, **flags)
+    assert weights(seen)[0].shape[0] == 12
+    assert torch.equal(weights(seen)[0][:8], weights(RUNS[STAGE])[0])
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_code_of_a_model_is_run_only_if_told(tmp_path, monkeypatch, trust):
-    asked = []
-    for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
+def test_code_of_a_model_is_run_only_with_the_flag(tmp_path, monkeypatch, trust):
+    trusted = set()
+    names = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+    for name in names:
+        auto_class = getattr(transformers, name)
 
-        def from_pretrained(*given, name=name, original=getattr(utils.models, name).from_pretrained, **known):
-            asked.append((name, known.get("trust_remote_code")))
-            return original(*given, **known)
+        def from_pretrained(*values, name=name, original=auto_class.from_pretrained, **named):
+            trusted.add((name, named.get("trust_remote_code")))
+            return original(*values, **named)
 
-        monkeypatch.setattr(getattr(utils.models, name), "from_pretrained", from_pretrained)
+        monkeypatch.setattr(auto_class, "from_pretrained", from_pretrained)
     train(tmp_path / "run", trust_remote_code=trust, train_size=8)
-    assert {*asked} == {(name, trust) for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")}
+    assert trusted == {(name, trust) for name in names}
 
 
 class Wandb:
-    """A stand-in for the package, which remembers what it is told."""
+    """A stand-in for the package, which keeps what it gets."""
+
+    Table = dict
 
     def __init__(self):
-        self.started, self.logged, self.finished, self.Table = [], [], [], dict
+        self.started = []
+        self.logged = []
+        self.finished = []
 
-    def init(self, **known):
-        self.started.append(known)
-        log, finish = (
-            (lambda row, step=None: self.logged.append(row)),
-            (lambda exit_code: self.finished.append(exit_code)),
-        )
-        return SimpleNamespace(id="1", log=log, finish=finish)
+    def init(self, **named):
+        self.started.append(named)
+        return self
+
+    id = "1"
+
+    def log(self, row, step=None):
+        self.logged.append(row)
+
+    def finish(self, exit_code):
+        self.finished.append(exit_code)
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_weights_and_biases_is_told_what_the_flags_say(tmp_path, monkeypatch, named):
-    monkeypatch.setitem(sys.modules, "wandb", Wandb())
-    wandb, flags = sys.modules["wandb"], {}
-    if named:
-        flags = {"wandb_project_name": "p", "wandb_entity": "e", "wandb_run_name": "n", "wandb_tags": ("a", "b")}
+OF_A_RUN = {"project": "llm-teams", "entity": None, "name": "run", "tags": []}
+WANDB_FLAGS = {"wandb_project_name": "p", "wandb_entity": "e", "wandb_run_name": "n", "wandb_tags": ("a", "b")}
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [({}, OF_A_RUN), (WANDB_FLAGS, {"project": "p", "entity": "e", "name": "n", "tags": ["a", "b"]})],
+    ids=["defaults", "flags"],
+)
+def test_weights_and_biases_gets_what_the_flags_say(tmp_path, monkeypatch, flags, expected):
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     seen = train(tmp_path / "run", track=True, train_size=8, **flags)
-    (told,) = wandb.started
-    project, entity, name, tags = ("p", "e", "n", ["a", "b"]) if named else ("llm-teams", None, "run", [])
-    assert (told["project"], told["entity"], told["name"], told["tags"]) == (project, entity, name, tags)
+    (started,) = wandb.started
+    assert {name: started[name] for name in expected} == expected
     assert wandb.logged[0]["reward_mean"] == seen.rows[0]["reward_mean"] and wandb.finished == [0]
     assert len(wandb.logged[-1]["samples"]["data"]) == 2
 
 
-# --- Parts of a task, from Python -------------------------------------------------------------------------------------
+# --- A task from Python -----------------------------------------------------------------------------------------------
 
 
-def task_of(**parts):
+def number_task(**attributes):
+    """The task `number` with some of its names replaced."""
     names = ("train_dataset", "eval_dataset", "formatters", "reward_func", "external_transition")
-    return SimpleNamespace(**({name: getattr(number, name) for name in names} | parts))
+    return SimpleNamespace(**({name: getattr(number, name) for name in names} | attributes))
 
 
 def other_items(before, after):
     return first_item(before) != first_item(after)
 
 
-OBJECTS = {  # of the parameters in Python, those that are no flags
-    "reward_func": ({"reward_func": lambda *texts: [float(k) for k in range(len(texts[0]))]}, learned),
-    "reward_processor": ({"reward_processor": lambda reward: reward**2}, learned),
-    "formatters": ({"formatters": lambda item: "Guess it."}, said),
-    "train_dataset": ({"train_dataset": number.eval_dataset}, other_items),
-    "eval_dataset": ({"eval_dataset": lambda size, seed: number.eval_dataset(2, 0)}, of(lambda s: s.held_out[0], 2)),
-    "metrics_callback": ({"metrics_callback": lambda rollouts: {"mine": 1}}, of(metric("mine"), 1.0)),
-    "external_transition": ({"external_transition": lambda prompt: None}, of(metric("turns"), 1.0)),
+ATTRIBUTES = {
+    "reward_func": (lambda *texts: [float(k) for k in range(len(texts[0]))], other_actors),
+    "reward_processor": (lambda reward: reward**2, other_actors),
+    "formatters": (lambda item: "Guess it.", other_responses),
+    "train_dataset": (number.eval_dataset, other_items),
+    "eval_dataset": (lambda size, seed: number.eval_dataset(2, 0), becomes(lambda seen: seen.held_out[0], 2)),
+    "metrics_callback": (lambda rollouts: {"mine": 1}, becomes(metric("mine"), 1.0)),
+    "external_transition": (lambda prompt: None, becomes(metric("turns"), 1.0)),
 }
 
 
-@pytest.mark.parametrize("part", OBJECTS)
-def test_a_part_of_the_task_changes_what_happens(tmp_path, baseline, part):
-    other, changed = OBJECTS[part]
-    assert changed(baseline(**NUMBER), train(tmp_path / "after", task_of(**other), **NUMBER))
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_of_the_task_changes_what_happens(tmp_path, baseline, name):
+    other, changed = ATTRIBUTES[name]
+    after = train(tmp_path / "after", number_task(**{name: other}), **NUMBER)
+    assert changed(baseline(**NUMBER), after)
 
 
 def test_a_task_from_python_needs_no_flag(tmp_path):
-    """As in the other scripts, where main(Args(), task) trains on that task."""
-    seen = train(tmp_path / "run", task_of(), num_agents=2, train_size=8)
+    seen = train(tmp_path / "run", number_task(), num_agents=2, train_size=8)
     assert len(seen.agents) == 2 and [*first_item(seen)] == ["share"]
 
 
-def test_a_task_from_python_is_played_for_one_turn_unless_told(tmp_path):
-    seen = train(tmp_path / "run", task_of(), max_turns=None, train_size=8)
+def test_a_task_from_python_is_of_one_turn_by_default(tmp_path):
+    seen = train(tmp_path / "run", number_task(), max_turns=None, train_size=8)
     assert "turns" not in seen.rows[0]

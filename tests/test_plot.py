@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 
 from utils import plot
 from utils.cli import UserError, command_line
-from utils.run import COLORS
+from utils.report import COLORS
 
 UPDATES = 20
 
@@ -45,15 +45,15 @@ def runs(tmp_path):
 
 
 def run_tool(monkeypatch, capsys, *flags):
-    """Its exit code, and what it said."""
+    """Its exit code, and what it printed."""
     monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, flags)])
     try:
         command_line(plot.main, plot.Args, plot.__doc__)
         code = 0
     except SystemExit as stop:
         code = stop.code
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    output = capsys.readouterr()
+    return code, output.out + output.err
 
 
 def percentile(values, share):
@@ -163,17 +163,17 @@ def test_an_unfinished_run_ends_the_curve_and_is_named(tmp_path, capsys, monkeyp
     drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.fill_between", lambda axis, x, low, high, **look: drawn.append(x))
     groups = plot.load([f"{tmp_path}/runs/*"])
-    told = f"runs, tldr: {tmp_path}/runs/2 has 12 of its siblings' {UPDATES} updates; the curve ends there"
-    assert told in capsys.readouterr().out
+    message = f"runs, tldr: {tmp_path}/runs/2 has 12 of its siblings' {UPDATES} updates; the curve ends there"
+    assert message in capsys.readouterr().out
     plot.draw(groups, tmp_path / "curves.png")
     assert [x[-1] for x in drawn] == [8 * 12, 12 * 2 / 60]
 
 
 def test_the_task_of_a_run(tmp_path):
-    known = [("tldr", None, "tldr"), ("my/own.py", None, "own"), (None, "grid", "grid"), (None, None, "guess")]
-    for k, (task, env, _) in enumerate(known):
+    names = [("tldr", None, "tldr"), ("my/own.py", None, "own"), (None, "grid", "grid"), (None, None, "guess")]
+    for k, (task, env, _) in enumerate(names):
         make_run(tmp_path / "x" / str(k), 1, task=task, env=env)
-    assert [*plot.load([f"{tmp_path}/x/*"])] == [("x", task) for *_, task in known]
+    assert [*plot.load([f"{tmp_path}/x/*"])] == [("x", task) for *_, task in names]
 
 
 def test_flags_that_only_newer_runs_have_may_differ(tmp_path):
@@ -216,14 +216,14 @@ def test_tasks_that_not_all_have_are_left_out_of_aggregates(runs, tmp_path, monk
 
 def test_without_an_aggregate_it_says_why_and_writes_the_rest(runs, tmp_path, monkeypatch, capsys):
     def reason(runs):
-        code, said = run_tool(monkeypatch, capsys, "--runs", *runs, "--output-dir", tmp_path / "out")
+        code, output = run_tool(monkeypatch, capsys, "--runs", *runs, "--output-dir", tmp_path / "out")
         assert code == 0 and sorted(p.name for p in (tmp_path / "out").iterdir()) == [
             "curves.png",
             "finals.png",
             "table.csv",
             "table.md",
         ]
-        return said
+        return output
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "aggregate.md").write_text("of an earlier time")
@@ -261,11 +261,11 @@ BAD_RUNS = {
 
 @pytest.mark.parametrize("name", BAD_RUNS)
 def test_a_run_that_cannot_be_read_is_named(name, tmp_path):
-    spoil, told = BAD_RUNS[name]
+    spoil, message = BAD_RUNS[name]
     spoil(bad(tmp_path))
     with pytest.raises(UserError) as error:
         plot.load([f"{tmp_path}/x/*"])
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_runs_that_are_not_seeds_of_one_command_are_named(tmp_path):
@@ -298,8 +298,8 @@ BAD_FLAGS = {
 
 @pytest.mark.parametrize("name", BAD_FLAGS)
 def test_a_wrong_flag_ends_it_with_one_line(name, tmp_path, monkeypatch, capsys):
-    flags, told = BAD_FLAGS[name]
+    flags, message = BAD_FLAGS[name]
     run = make_run(tmp_path / "runs" / "x", 1)
     monkeypatch.chdir(tmp_path)
-    code, said = run_tool(monkeypatch, capsys, *(flag.replace("{x}", str(run)) for flag in flags))
-    assert code == 2 and said.startswith("plot.py: error: ") and told in said and said.count("\n") == 1
+    code, output = run_tool(monkeypatch, capsys, *(flag.replace("{x}", str(run)) for flag in flags))
+    assert code == 2 and output.startswith("plot.py: error: ") and message in output and output.count("\n") == 1

@@ -1,34 +1,45 @@
-"""The README's commands, examples and flags are those of the code."""
+"""The README's commands, examples, diffs and flags are those of the code."""
 
 import dataclasses
 import importlib
+import inspect
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import make_args
+import torch
+from helpers import make_args
+from transformers import AutoModelForCausalLM
 
 import iac_llm
 import ippo_llm
 import ppo_llm
 from utils.cli import parse
 from utils.run import FolderArgs
-from utils.tasks import BUILT_IN
+from utils.tasks import BUILT_IN, TaskArgs, import_file, tldr
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = {code.split(".py")[0]: code for code in re.findall(r"```python\n# (.*?)```", README, flags=re.S)}
+DIFFS = re.findall(r"\*\*The (\w+)\.\*\*.*?```diff\n(.*?)```", README, flags=re.S)
 SCRIPTS = {"ippo_llm": ippo_llm, "iac_llm": iac_llm, "ppo_llm": ppo_llm}
+
+
+# --- Commands, links, tasks -------------------------------------------------------------------------------------------
 
 
 def test_every_command_parses():
     sources = [README, (ROOT / "benchmark/README.md").read_text(), *BLOCKS.values()]
+    sources += [script.__doc__ for script in SCRIPTS.values()]
     sources += [importlib.import_module(f"utils.tasks.{name}").__doc__ for name in BUILT_IN]
-    commands = re.findall(r"(?<=python )(\w+_llm)\.py([^\n`&|;\"]*)", "\n".join(sources).replace("\\\n", " "))
-    assert len(commands) >= 15
-    for script, flags in commands:
-        flags = re.split(" {2,}", flags.strip())[0].replace("$seed", "1")  # what follows is a remark
+    text = "\n".join(sources).replace("\\\n", " ")
+    commands = re.findall(r"(python|torchrun|accelerate launch)[^\n`]*? (\w+_llm)\.py([^\n`&|;\"]*)", text)
+    assert len(commands) >= 20 and len({launcher for launcher, _, _ in commands}) == 3
+    for _, script, flags in commands:
+        flags = re.split(" {2,}", flags)[0]  # what follows is a remark
         if "--help" not in flags and "--resume" not in flags:
             parse(SCRIPTS[script].Args, shlex.split(flags))
 
@@ -44,34 +55,57 @@ def test_every_link_leads_somewhere():
         assert not anchor or anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def test_every_name_in_the_tables_of_equations_is_in_its_script():
+    tables = re.findall(r"^\| in the equation \| in (.*?) \|\n(.*?)\n\n", README, flags=re.S | re.M)
+    assert [re.findall(r"(\w+)\.py", scripts) for scripts, _ in tables] == [["ippo_llm", "iac_llm"], ["ppo_llm"]]
+    for scripts, table in tables:
+        names = set(re.findall(r"`(\w+)`", table))
+        for script in re.findall(r"(\w+)\.py", scripts):
+            names -= vars(SCRIPTS[script]).keys()
+        assert not names
+
+
+def test_every_task_is_in_the_table():
+    assert sorted(re.findall(r"^\| `([a-z]+)` \|", README, flags=re.M)) == sorted(BUILT_IN)
+
+
+# --- Flags ------------------------------------------------------------------------------------------------------------
+
+
+def flag_rows(script, shared):
+    """{flag: (default, help)} of a script: those of every script, or the others."""
+    rows = {}
+    for group in script.Args.__mro__[1:-1]:
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(group), flags=re.M))
+        for field in dataclasses.fields(group):
+            if (group in (FolderArgs, TaskArgs)) == shared:
+                rows["--" + field.name.replace("_", "-")] = (shown(field.default), comments[field.name])
+    return rows
+
+
+def shown(default):
+    if isinstance(default, tuple):
+        return " ".join(default) or "none"
+    return {"False": "off", "True": "on", "None": "none"}.get(str(default), str(default))
+
+
 @pytest.mark.parametrize("title", ["All scripts", "`ippo_llm.py` and `iac_llm.py`", "`ppo_llm.py`"])
 def test_the_table_of_flags_is_that_of_the_code(title):
     section = (ROOT / "docs/flags.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
-    shared, scripts = (
-        title == "All scripts",
-        [name for name in SCRIPTS if f"`{name}.py`" in title or title == "All scripts"],
-    )
-    rows = re.findall(r"^\| `--([a-z0-9-]+)` \| (.*?) \|", section, flags=re.M)
-    shown = {False: "off", True: "on", None: "none"}
-    expected = {}
-    for name in scripts:
-        script = SCRIPTS[name]
-        for field in dataclasses.fields(script.Args):
-            if hasattr(FolderArgs, field.name) != shared:
-                continue
-            default = field.default
-            if isinstance(default, (bool, type(None))):
-                default = shown[default]
-            elif isinstance(default, tuple):
-                default = " ".join(default) or "none"
-            expected.setdefault(field.name.replace("_", "-"), {})[name] = str(default)
-    assert len(rows) == len(dict(rows)) and dict(rows).keys() == expected.keys()
-    for flag, text in rows:
-        defaults = expected[flag]
-        if len(set(defaults.values())) > 1:
-            assert text == ", ".join(f"{default} in `{name}.py`" for name, default in defaults.items())
+    rows = re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \| (.*) \|$", section, flags=re.M)
+    shared = title == "All scripts"
+    tables = {name: flag_rows(SCRIPTS[name], shared) for name in SCRIPTS if shared or f"`{name}.py`" in title}
+    assert sorted(flag for flag, _, _ in rows) == sorted({flag for table in tables.values() for flag in table})
+    for flag, default, help_text in rows:
+        defaults = {name: table[flag][0] for name, table in tables.items() if flag in table}
+        assert {help_text.replace("`", "")} == {table[flag][1] for table in tables.values() if flag in table}
+        if len(defaults) == len(tables) and len(set(defaults.values())) == 1:
+            assert default == next(iter(defaults.values()))
         else:
-            assert text in defaults.values()
+            assert default == ", ".join(f"{value} in `{name}.py`" for name, value in defaults.items())
+
+
+# --- Examples ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_task_of_your_own_runs_as_printed(tmp_path):
@@ -86,21 +120,98 @@ def test_the_task_of_your_own_runs_as_printed(tmp_path):
     assert 0 < run.rows[0]["turn_1/reward_mean"] < 1 and run.rows[0]["turns"] == 2
 
 
-def test_every_task_is_in_the_table():
-    assert sorted(re.findall(r"^\| `([a-z]+)` \|", README, flags=re.M)) == BUILT_IN
-
-
 def test_the_environment_of_your_own_runs_as_printed(tmp_path):
     (tmp_path / "echo.py").write_text("# " + BLOCKS["echo"])
-    sizes = {
-        "train_size": 16,
-        "rollout_buffer_size": 8,
-        "num_train_epochs": 1,
-        "eval_loop": 8,
-        "evaluation_interval": 0,
-    }
-    args = ppo_llm.Args(env=str(tmp_path / "echo.py"), max_turns=2, max_output_tokens=8, **sizes)
-    _, run = ppo_llm.main(dataclasses.replace(args, output_dir=str(tmp_path / "run")))
+    args = ppo_llm.Args(
+        env=str(tmp_path / "echo.py"),
+        max_turns=2,
+        max_output_tokens=8,
+        train_size=16,
+        rollout_buffer_size=8,
+        num_train_epochs=1,
+        evaluation_interval=0,
+        output_dir=str(tmp_path / "run"),
+    )
+    _, run = ppo_llm.main(args)
     assert run.optimum == 2 and [row["turns"] for row in run.rows] == [2, 2]
     first, second = run.samples[0]["prompts"][0]
     assert "Say " in first and second.startswith("Say ")
+
+
+# --- A copy of a script -----------------------------------------------------------------------------------------------
+
+
+def apply_diff(diff, code):
+    """The code after a diff without line numbers; what it takes away, and what it shows, is there exactly once."""
+    lines = diff.splitlines(keepends=True)
+    before = "".join(line[1:] for line in lines if line[0] != "+")
+    after = "".join(line[1:] for line in lines if line[0] != "-")
+    assert code.count(before) == 1 and set(line[0] for line in lines) <= set(" +-")
+    return code.replace(before, after)
+
+
+@pytest.fixture
+def mine(request, tmp_path, monkeypatch):
+    """The module of a copy of ippo_llm.py with one of the diffs, whose runs go to tmp_path."""
+    code = apply_diff(dict(DIFFS)[request.param], (ROOT / "ippo_llm.py").read_text())
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    return import_file(tmp_path / "mine.py", "mine")
+
+
+def test_there_are_three_diffs_of_a_few_lines():
+    assert [name for name, _ in DIFFS] == ["reward", "advantage", "model"]
+    assert all(len(diff.splitlines()) <= 5 for _, diff in DIFFS)
+
+
+@pytest.mark.parametrize("mine", ["reward"], indirect=True)
+def test_a_copy_with_another_reward(mine):
+    _, run = mine.main(make_args(script=mine, train_size=32, rollout_buffer_size=32, max_new_tokens=72))
+    texts = ["Anna took my car and did not ask me.", "Anna took my car yesterday. So should I talk to Anna about it?"]
+    pairs = [[text] for text in texts]
+    assert mine.reward_func(*pairs, items=[{}]) == [tldr.reward_func(*pairs, items=[{}])[0] + 1]
+    assert mine.reward_func(pairs[1], pairs[0], items=[{}]) == tldr.reward_func(pairs[1], pairs[0], items=[{}])
+    for sample in run.samples:
+        completions = [[text] for text in sample["completions"]]
+        assert sample["reward"] == pytest.approx(mine.reward_func(*completions, items=[sample["item"]])[0])
+
+
+@pytest.mark.parametrize("mine", ["advantage"], indirect=True)
+def test_a_copy_with_another_advantage(mine, monkeypatch):
+    batches = []
+
+    def spy(batch, *rest):
+        batches.append(batch)
+        return minibatches(batch, *rest)
+
+    minibatches = mine.minibatches
+    monkeypatch.setattr(mine, "minibatches", spy)
+    flags = {"num_generations": 4, "advantage_normalization": False, "reward_normalization": False, "kl_coef": 0.0}
+    mine.main(make_args(script=mine, train_size=4, **flags))
+    assert len(batches) == 4  # of two agents in two updates
+    for batch in batches:
+        scores = batch.rollout.rewards[:, 0].double().view(-1, 4)
+        wanted = (scores - scores.mean(1, keepdim=True)).view(-1, 1, 1) * batch.action_mask
+        assert torch.allclose(batch.advantages.double(), wanted, atol=1e-6)
+    assert any(batch.advantages.abs().max() > 0.1 for batch in batches)
+
+
+@pytest.mark.parametrize("mine", ["model"], indirect=True)
+def test_a_copy_with_another_model(mine, model):
+    _, run = mine.main(make_args(script=mine))
+    assert re.fullmatch(r"runs/mine__1__[0-9-]+", str(run.folder))
+    for i in range(2):
+        learned = AutoModelForCausalLM.from_pretrained(run.folder / f"agent_{i}").state_dict()
+        changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, learned[name])}
+        assert {name.split(".")[2] for name in changed} == {"1", "2"} and len(model.base_model.layers) == 3
+
+
+def test_a_copy_runs_beside_utils_and_its_run_has_its_name(tmp_path):
+    (tmp_path / "mine.py").write_text((ROOT / "ippo_llm.py").read_text())
+    (tmp_path / "utils").symlink_to(ROOT / "utils")
+    command = re.search(r"cp ippo_llm.py mine.py && python (mine.py .*)", README)[1]
+    subprocess.run([sys.executable, *shlex.split(command)], cwd=tmp_path, check=True)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"mine__1__[0-9-]+", folder.name)
+    assert (folder / "agent_1/model.safetensors").is_file()
+    assert len((folder / "metrics.csv").read_text().splitlines()) == 2

@@ -4,7 +4,7 @@ import importlib
 import json
 
 import pytest
-from conftest import make_args
+from helpers import make_args
 
 import iac_llm
 import ippo_llm

@@ -1,4 +1,4 @@
-"""LoRA adapters of many agents on one frozen base, for ppo_llm.py: made, used, saved and loaded; safetensors and JSON only.
+"""LoRA adapters of many agents on one frozen base, for ppo_llm.py; read from safetensors and JSON only.
 
 In one peft.PeftModel agent i has the adapters agent_<i>_actor, agent_<i>_critic and, where the reference is separate,
 agent_<i>_reference. The base's weights are neither changed nor written. A run's folder has, for each agent,
@@ -283,7 +283,7 @@ def build_config(model, num_agents, args):
 
 
 def load_stage(agents, args):
-    """Start from --load-checkpoint: agent i's actor becomes its actor and its reference; its critic and head are loaded.
+    """Start from --load-checkpoint: agent i's actor becomes actor and reference; its critic and head are loaded.
 
     A critic that the checkpoint lacks is a copy of its actor. The policies are the checkpoint's, also in adapters that
     are wider than its own (`build_config`). With --load-optimizer the optimisers are restored too. Raises UserError.

@@ -22,7 +22,11 @@ from utils.distributed import say
 from utils.files import WriteError, read_json, sync
 from utils.models import loading
 
-MANIFEST, STATE, HEAD, BASE = "manifest.json", "state.json", "value_head.safetensors", "base.json"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+HEAD = "value_head.safetensors"
+BASE = "base.json"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
@@ -203,13 +207,14 @@ def fingerprint(model):
 
     It is the same in float32, float16 and bfloat16, with adapters and without.
     """
-    config, digest = model.config.get_text_config(), hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name, weight in sorted(model.named_parameters(), key=lambda item: plain(item[0])):
         if ".lora_" not in name:
             sample = weight.detach().flatten()[:: math.ceil(weight.numel() / 65536)].to("cpu", torch.bfloat16)
-            digest.update(plain(name).encode() + sample.view(torch.int16).numpy().tobytes())
+            sha256.update(plain(name).encode() + sample.view(torch.int16).numpy().tobytes())
+    config = model.config.get_text_config()
     shape = {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
-    return {"model_type": config.model_type, **shape, "sha256": digest.hexdigest()}
+    return {"model_type": config.model_type, **shape, "sha256": sha256.hexdigest()}
 
 
 def plain(name):
@@ -235,30 +240,39 @@ def read_tensors(path):
 
 def check_shapes(path, tensors, shapes):
     """Raise UserError unless the tensors are those of the shapes, by name."""
-    there, here = {name: [*x.shape] for name, x in tensors.items()}, {name: [*x] for name, x in shapes.items()}
+    there = {name: [*x.shape] for name, x in tensors.items()}
+    here = {name: [*shape] for name, shape in shapes.items()}
     for name in [*here, *there]:
         if there.get(name) != here.get(name):
-            saved, taken = there.get(name, "not"), here.get(name, "not")
-            raise UserError(f"{path} does not fit: {name} is {saved} there, {taken} here")
+            differing = f"{name} is {there.get(name, 'not')} there, {here.get(name, 'not')} here"
+            raise UserError(f"{path} does not fit: {differing}")
 
 
 def save_optimizer(folder, optimizer, name="optimizer"):
     """Write the moments and steps of an AdamW optimizer as <name>.safetensors, the sizes of its groups beside them."""
-    state = optimizer.state_dict()["state"]
-    save_tensors({f"{k}.{part}": x for k, s in state.items() for part, x in s.items()}, folder / f"{name}.safetensors")
+    tensors = {}
+    for k, moments in optimizer.state_dict()["state"].items():
+        for moment, x in moments.items():
+            tensors[f"{k}.{moment}"] = x
+    save_tensors(tensors, folder / f"{name}.safetensors")
     (folder / f"{name}.json").write_text(json.dumps({"groups": group_sizes(optimizer)}))
 
 
 def load_optimizer(folder, optimizer, name="optimizer"):
     """Restore what save_optimizer wrote; learning rates and other settings stay. Raises UserError where it can't."""
-    counts, path = folder / f"{name}.json", folder / f"{name}.safetensors"
-    counted, tensors, state = read_json(counts), read_tensors(path), optimizer.state_dict()
-    if (sizes := group_sizes(optimizer)) != counted.get("groups"):
-        raise UserError(f"{counts} does not fit: {counted.get('groups')} parameters there, {sizes} here")
-    shapes, state["state"] = {}, {}
-    for k, parameter in enumerate(x for group in optimizer.param_groups for x in group["params"]):
+    path = folder / f"{name}.json"
+    there = read_json(path).get("groups")
+    here = group_sizes(optimizer)
+    if here != there:
+        raise UserError(f"{path} does not fit: {there} parameters there, {here} here")
+    path = folder / f"{name}.safetensors"
+    tensors = read_tensors(path)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shapes = {}
+    moments = {}
+    for k, parameter in enumerate(parameters):
         if f"{k}.step" in tensors:  # a parameter that never had a gradient has no state
             shapes |= {f"{k}.step": (), f"{k}.exp_avg": parameter.shape, f"{k}.exp_avg_sq": parameter.shape}
-            state["state"][k] = {part: tensors.get(f"{k}.{part}") for part in ("step", "exp_avg", "exp_avg_sq")}
+            moments[k] = {moment: tensors.get(f"{k}.{moment}") for moment in MOMENTS}
     check_shapes(path, tensors, shapes)
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})

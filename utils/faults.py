@@ -63,7 +63,7 @@ class Faults:
             return True
         self.num_skipped += 1
         if self.num_skipped >= MOST_SKIPPED:
-            raise UserError(f"three gradients running were not finite: lower {self.rate_flag} or --temperature")
+            raise UserError(f"three gradients running were not finite: lower {self.rate_flag} or the temperature")
         say("a gradient was not finite: its mini-batch is skipped")
         return False
 

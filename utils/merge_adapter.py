@@ -50,7 +50,7 @@ def main(args):
     name = args.model or read_json(agent / BASE).get("base")
     config = read_config(agent / "actor")
     config.base_model_name_or_path = None
-    base = load_model(str(name), dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    base = load_model(str(name), "--model", args.dtype, trust_remote_code=args.trust_remote_code)
     check_base(agent, base, name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(agent)

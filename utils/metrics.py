@@ -32,5 +32,7 @@ def explained_variance(returns, values, mask):
 
 
 def average(metrics):
-    """The means, by name, of a list of dicts {name: scalar tensor} that have the same names."""
+    """The means, by name, of a list of dicts {name: scalar tensor} that have the same names; {} of none."""
+    if not metrics:
+        return {}
     return {name: torch.stack([each[name] for each in metrics]).mean() for name in metrics[0]}

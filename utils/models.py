@@ -53,7 +53,7 @@ def loading(flag, name):
         raise UserError(f"{flag} {name} can't be loaded: {one_line(error, 1000)}") from error
 
 
-def load_model(name, flag="--model", dtype="float32", attn_implementation="sdpa", trust_remote_code=False):
+def load_model(name, flag, dtype="float32", attn_implementation="sdpa", trust_remote_code=False):
     """The causal language model of a folder or of the hub, in eval mode. Raises UserError."""
     with loading(flag, name) as path:
         model = AutoModelForCausalLM.from_pretrained(
@@ -66,7 +66,7 @@ def load_model(name, flag="--model", dtype="float32", attn_implementation="sdpa"
     return model.eval().requires_grad_(False)
 
 
-def load_tokenizer(name, flag="--model", trust_remote_code=False):
+def load_tokenizer(name, flag, trust_remote_code=False):
     """A model's tokenizer, with a pad token. Raises UserError."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=trust_remote_code)

@@ -47,7 +47,9 @@ def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
     panel("entropy (nats a token)", per_agent("entropy"))
     panel("value loss", per_agent("value_loss"))
     panel("explained variance of the critic", per_agent("explained_variance")).set_ylim(-1.05, 1.05)
-    panel("log-prob. a token under the initial model", [("team", [row["reference_logprob"] for row in rows])])
+    reference_logprobs = [row.get("reference_logprob") for row in rows]
+    measured = None not in reference_logprobs  # not in a run that has no reference
+    panel("log-prob. a token under the initial model", [("team", reference_logprobs)] if measured else [])
     figure.savefig(path, dpi=100)
 
 

@@ -36,7 +36,7 @@ PACKAGES = "torch transformers peft datasets tokenizers safetensors numpy pydant
 
 @flags
 class FolderArgs:
-    """The run's folder, what is kept in it, what ends the run, who else is told."""
+    """The run's folder, what is kept in it, and where else it is logged."""
 
     output_dir: str | None = None  # folder of the run; none: runs/<script>__<task>__<seed>__<time>
     overwrite: bool = False  # replace the run that is already in --output-dir

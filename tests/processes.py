@@ -1,0 +1,217 @@
+"""Short runs of the scripts in processes of their own: begun, stopped, crashed, resumed; and what they leave."""
+
+import atexit
+import fcntl
+import functools
+import itertools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+import iac_llm
+import ippo_llm
+import ppo_llm
+import utils.run
+from utils import checkpoint
+from utils.cli import command_line, parse
+from utils.files import read_rows
+from utils.same import compare
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {"ippo_llm": ippo_llm, "iac_llm": iac_llm, "ppo_llm": ppo_llm}
+CONTEXT = multiprocessing.get_context("forkserver")
+OUTPUT = tempfile.TemporaryDirectory()
+NUMBERS = itertools.count()
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """work(*arguments) under way in a process of its own, forked from one that has imported everything already."""
+
+    def __init__(self, work, *arguments):
+        start_server()
+        path = Path(OUTPUT.name) / str(next(NUMBERS))
+        self.output_path = path.with_suffix(".out")
+        self.error_path = path.with_suffix(".err")
+        streams = (self.output_path, self.error_path)
+        self.process = CONTEXT.Process(target=with_streams, args=(streams, work, arguments))
+        self.process.start()
+        atexit.register(self.process.kill)  # a failed test may leave it
+
+    @property
+    def exitcode(self):
+        """None while it runs; negative: the signal that ended it."""
+        return self.process.exitcode
+
+    @property
+    def output(self):
+        return self.output_path.read_text() if self.output_path.exists() else ""
+
+    @property
+    def error(self):
+        return self.error_path.read_text() if self.error_path.exists() else ""
+
+    def wait(self, seconds=120):
+        """The process, which has to end by itself."""
+        self.process.join(seconds)
+        if self.exitcode is None:
+            self.process.kill()
+            raise AssertionError(f"it does not end: {self.error[-2000:]}")
+        return self
+
+    def wait_until(self, condition, seconds=60):
+        """Wait for a condition, or for its end."""
+        start = time.monotonic()
+        while not condition() and self.exitcode is None:
+            assert time.monotonic() - start < seconds, self.error[-2000:]
+            time.sleep(0.005)
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def join(self, seconds):
+        self.process.join(seconds)
+
+
+@functools.cache
+def start_server():
+    """Start the process from which the others are forked."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
+        CONTEXT.set_forkserver_preload([__name__, "pytest"])
+        multiprocessing.forkserver.ensure_running()
+
+
+def with_streams(paths, work, arguments):
+    """What a process does: the work, with its standard output and error in two files."""
+    for number, path in enumerate(paths, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    torch.set_num_threads(1)
+    work(*arguments)
+
+
+def run_script(name, flags, before=None):
+    """Work for a process: a script, as if from the command line. `before` is called first."""
+    utils.run.draw_curves = lambda *_: None  # takes longer than all the rest
+    sys.argv = [f"{name}.py", *map(str, flags)]
+    if before:
+        before()
+    command_line(SCRIPTS[name].main, SCRIPTS[name].Args, SCRIPTS[name].__doc__)
+
+
+def start(name, *flags, before=None):
+    """A script under way."""
+    return Process(run_script, name, flags, before)
+
+
+def finish(name, *flags):
+    """A script that has ended well."""
+    process = start(name, *flags).wait()
+    assert process.exitcode == 0, process.error
+    return process
+
+
+# --- Commands ---------------------------------------------------------------------------------------------------------
+
+SIX_UPDATES = "--train-size 12 --num-train-epochs 2 --rollout-buffer-size 4 --eval-size 2"
+TEAM = f"{SIX_UPDATES} --mini-batch-size 2 --eval-interval 3"
+ADAPTERS = f"{SIX_UPDATES} --batch-size 2 --evaluation-interval 3 --eval-loop 2"
+TASKS = {"tldr": "--max-new-tokens 8", "number": "--task number --num-turns 3 --max-new-tokens 4"}
+COMMANDS = {
+    "ppo guess": ("ppo_llm", ADAPTERS),
+    "ppo 2 tldr": ("ppo_llm", f"{ADAPTERS} --task tldr --num-agents 2 --max-output-tokens 8"),
+    "ppo 2 number": ("ppo_llm", f"{ADAPTERS} --task number --max-turns 3 --num-agents 2 --max-output-tokens 4"),
+}
+
+
+def add_team_commands():
+    """`ippo critic 2 tldr`, `iac head 1 number` and the like."""
+    for script, critic, agents, task in itertools.product(("ippo", "iac"), ("critic", "head"), (1, 2), TASKS):
+        flags = f"{TEAM} {TASKS[task]} --num-agents {agents}"
+        if critic == "critic":
+            flags += " --use-separate-critic"
+        COMMANDS[f"{script} {critic} {agents} {task}"] = (f"{script}_llm", flags)
+
+
+add_team_commands()
+
+
+def command(case, model):
+    """The script and the flags of a command, by its name."""
+    name, flags = COMMANDS[case]
+    return name, [*flags.split(), "--model", model]
+
+
+# --- Runs that nothing stops, made once -------------------------------------------------------------------------------
+
+
+@contextmanager
+def alone(path):
+    """Within it no other process is within it with that path."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def make_whole(folder, case, model, *more):
+    """A run that nothing stops, with all of its six checkpoints, made once in that folder: `folder`, and `pace`.
+
+    `pace` are the seconds that an update takes.
+    """
+    name, flags = command(case, model)
+    run = folder / " ".join([case, Path(model).name, *more]).replace(" ", "_")
+    with alone(run.with_name(run.name + ".lock")):
+        if not (run / "agent_0").exists():
+            own = ["--output-dir", run, "--overwrite", "--save-interval", 1, "--keep-checkpoints", 9]
+            finish(name, *flags, *more, *own)
+    last = read_rows(run / "metrics.csv")[-1]
+    return SimpleNamespace(folder=run, pace=sum(last[column] for column in last if column.startswith("time/")))
+
+
+def copy_begun(whole, folder):
+    """A copy of a whole run, but for the later three of its six checkpoints and for its agents."""
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("update_00000[456]", "curves.png"))
+    for path in folder.glob("agent_*"):
+        shutil.rmtree(path)
+    return folder
+
+
+def parse_resumed(name, folder, *flags):
+    """What main takes to go on with a run, from the command line."""
+    return parse(SCRIPTS[name].Args, ["--resume", str(folder), *flags], script=name)
+
+
+def resume_here(name, folder, *flags):
+    """Go on with a run in this process."""
+    return SCRIPTS[name].main(parse_resumed(name, folder, *flags))
+
+
+# --- What runs leave --------------------------------------------------------------------------------------------------
+
+
+def assert_same(one, other):
+    """Two runs measured, sampled and learned the same to the bit; times and speeds aside."""
+    same = compare(one, other)
+    assert "agent_0/value_head.safetensors" in same
+    assert [name for name in same if not same[name]] == []
+
+
+def saved_steps(folder):
+    """The updates that a run has checkpoints of."""
+    return [int(path.name.removeprefix("update_")) for path in checkpoint.checkpoints(folder / "checkpoints")]
+
+
+def contents(path):
+    """The bytes of all files in a folder, by name."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in checkpoint.files_in(path)}

@@ -1,0 +1,171 @@
+"""Short runs of every script in this process, functions that fail at chosen calls, and what such runs leave."""
+
+import functools
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from helpers import build_model
+from transformers import AutoTokenizer
+
+import iac_llm
+import ippo_llm
+import ppo_llm
+from utils.checkpoint import check_whole, checkpoints
+from utils.models import locate
+from utils.same import timeless
+from utils.tasks import number
+
+# Three updates, each of one optimiser step an agent, and one call of reward_func.
+SMALL = {"train_size": 12, "rollout_buffer_size": 4, "num_train_epochs": 1, "num_agents": 2, "eval_size": 4}
+TEAM = SMALL | {"mini_batch_size": 4, "max_new_tokens": 3, "eval_interval": 0}
+ADAPTERS = SMALL | {"batch_size": 4, "update_epochs": 1, "max_output_tokens": 3, "evaluation_interval": 0}
+ADAPTERS |= {"lora_rank": 4, "lora_alpha": 8.0}
+IN_ENV = {"num_agents": 1, "env": "made_up:Env", "max_turns": 2}  # other flags of ppo, to play in an environment
+SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "ppo": ppo_llm}
+FLAGS = {"ippo": TEAM, "iac": TEAM, "ppo": ADAPTERS}
+LOSSES = {"ippo": "ippo_loss", "iac": "iac_loss", "ppo": "ppo_loss"}  # what a mini-batch begins with
+
+every_script = pytest.mark.parametrize("script", SCRIPTS)
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def small_model():
+    """A model that is quick to copy and to save, and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(locate("utils/tiny_lm"))
+    return build_model(tokenizer), tokenizer
+
+
+def train(script, reward_func=None, folder="run", **flags):
+    """Agents and Run of a short run on a task, scored by the function, or, with IN_ENV, in an environment."""
+    if "resume" not in flags:
+        flags["output_dir"] = str(folder)
+    args = SCRIPTS[script].Args(**(FLAGS[script] | flags))
+    task = None if "env" in flags else make_task(reward_func or reward_length)
+    return SCRIPTS[script].main(args, task, *small_model())
+
+
+def make_task(reward_func):
+    """The game of numbers, scored by another function."""
+    return SimpleNamespace(
+        train_dataset=number.train_dataset,
+        eval_dataset=number.eval_dataset,
+        formatters=number.formatters,
+        reward_func=reward_func,
+    )
+
+
+def reward_length(*completions, items):
+    """A reward that differs from one joint response to the next, whatever they are."""
+    return [len("".join(texts)) / 10 for texts in zip(*completions)]
+
+
+class Env:
+    """Two turns of counting, for 1 each."""
+
+    def reset(self, seed):
+        self.seed = seed
+        return "Count.", {}
+
+    def step(self, answer):
+        return "And on.", 1.0, False, False, {}
+
+
+def install_env(patch, Env):
+    """Make a class the environment of IN_ENV."""
+    module = ModuleType("made_up")
+    module.Env = Env
+    patch.setitem(sys.modules, "made_up", module)
+
+
+# --- Failures ---------------------------------------------------------------------------------------------------------
+
+
+class Faulty:
+    """reward_length, but for some of its calls, numbered from 1, which do something else."""
+
+    __name__ = "reward_func"
+
+    def __init__(self, fault, *calls):
+        self.fault = fault
+        self.calls = calls
+        self.num_calls = 0
+
+    def __call__(self, *completions, items):
+        self.num_calls += 1
+        if self.num_calls in self.calls:
+            return self.fault(items)
+        return reward_length(*completions, items=items)
+
+
+def return_none(items):
+    """A fault that ends a run."""
+
+
+def break_calls(patch, place, name, calls, message, after=False):
+    """Let some calls of a function, numbered from 1, raise a RuntimeError, before or after their work; all calls."""
+    function = getattr(place, name)
+    seen = []
+
+    def broken(*values, **options):
+        seen.append(values)
+        number = len(seen)
+        if number in calls and not after:
+            raise RuntimeError(message)
+        result = function(*values, **options)
+        if number in calls:
+            raise RuntimeError(message)
+        return result
+
+    patch.setattr(place, name, broken)
+    return seen
+
+
+# --- What runs leave --------------------------------------------------------------------------------------------------
+
+
+def newest_checkpoint(folder):
+    """The newest checkpoint of a run, which is whole."""
+    newest = checkpoints(Path(folder) / "checkpoints")[-1]
+    check_whole(newest)
+    return newest
+
+
+def saved_state(folder):
+    """state.json of a run's newest checkpoint."""
+    return json.loads((newest_checkpoint(folder) / "state.json").read_text())
+
+
+def tensor_files(folder):
+    """The bytes of all that agents have learned, optimisers too, by file."""
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.safetensors")}
+    assert any("optimizer" in name for name in files)
+    return files
+
+
+def assert_same_run(folder, other):
+    """Two runs of three updates measured and learned the same, to the bit."""
+    assert len(timeless(folder)) == 3
+    assert timeless(folder) == timeless(other)
+    one = newest_checkpoint(folder)
+    two = newest_checkpoint(other)
+    assert one.name == two.name
+    assert tensor_files(one) == tensor_files(two)
+
+
+def assert_resumes(script, other):
+    """With the fault gone the run goes on as if nothing had happened."""
+    train(script, resume="run")
+    assert_same_run("run", other)
+
+
+def assert_one_line(error, exit_code):
+    """An error is one line, and ends a command with that code."""
+    assert str(error.value)
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == exit_code

@@ -1,0 +1,237 @@
+"""A crash at any change of files, or a full disk, leaves a checkpoint that is whole, and a run that goes on from it."""
+
+import functools
+import itertools
+import json
+import os
+import resource
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from processes import Process, assert_same, command, contents, finish, saved_steps, start
+
+import ippo_llm
+from utils import checkpoint
+
+CRASHED = 99  # the exit code of a process that `crash_at` ended
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree", "shutil.move"}
+CASES = ["ippo head 1 number", "ppo guess"]
+
+
+def crash_at(k):
+    """End this process, all at once, at its k-th change of files from now on: 1 the first."""
+    count = itertools.count(1)
+
+    def crash():
+        if next(count) == k:
+            os._exit(CRASHED)
+
+    def on_event(event, arguments):
+        if event in CHANGES or event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            crash()
+
+    def fsync(file):  # what is written outlives a process, if not the machine
+        crash()
+
+    def serialize_file(tensors, path, *rest, original=safetensors.torch.serialize_file, **options):
+        crashes = next(count) == k
+        original(tensors, path, *rest, **options)
+        if crashes:  # halfway
+            with open(path, "r+b") as file:
+                file.truncate(os.path.getsize(path) // 2)
+            os._exit(CRASHED)
+
+    os.fsync = fsync
+    safetensors.torch.serialize_file = serialize_file
+    sys.addaudithook(on_event)
+
+
+# --- One checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def write_texts(folder, text):
+    """What stands in for agents."""
+    for name in ("a.txt", "agent_0/b.txt", "agent_0/critic/c.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"{text} {name}")
+
+
+def prepare(folder, case, write):
+    """Make a folder as it is before a checkpoint after update 3 is written; `write` writes one after another."""
+    for step in {"first": [], "second": [2], "pruned": [1, 2], "damaged": [2, 3]}[case]:
+        checkpoint.write_checkpoint(folder, step, lambda path: write(path, step), {"step": step}, 9)
+    if case == "damaged":
+        (folder / "update_000003" / checkpoint.STATE).write_text("{}")
+    folder.mkdir(exist_ok=True)
+
+
+def crash_everywhere(folder, case, write):
+    """Crash at every change of files of a save: what is whole then is the earlier checkpoint, or the new one."""
+    os.fsync = lambda file: None
+    prepare(folder / "before", case, write)
+    save = functools.partial(
+        checkpoint.write_checkpoint,
+        step=3,
+        write=lambda path: write(path, 3),
+        state={"step": 3},
+        keep=1 if case == "pruned" else 2,
+    )
+    shutil.copytree(folder / "before", folder / "after")
+    save(folder / "after")
+    states = {3: contents(folder / "after/update_000003")}
+    if case != "first":
+        states[2] = contents(folder / "before/update_000002")
+    steps = []
+    for k in itertools.count(1):
+        shutil.rmtree(folder / "now", ignore_errors=True)
+        shutil.copytree(folder / "before", folder / "now")
+        code = exit_code(save, folder / "now", k)
+        assert code in (0, CRASHED), code
+        path, state = checkpoint.newest_whole(folder / "now", lambda text: None)
+        if path is None:
+            assert case == "first", f"no checkpoint is there after a crash at change {k}"
+            steps.append(None)
+        else:
+            assert contents(path) == states[state["step"]]
+            steps.append(state["step"])
+        if code == 0:
+            break
+        save(folder / "now")  # nothing that is left is in the way
+        path, _ = checkpoint.newest_whole(folder / "now")
+        assert contents(path) == states[3]
+        assert [path.name for path in (folder / "now").iterdir() if path.suffix == ".writing"] == []
+    earlier = None if case == "first" else 2
+    change = steps.index(3)
+    assert change > 10 and {*steps[:change]} == {earlier} and {*steps[change:]} == {3}
+
+
+def exit_code(save, folder, k):
+    """The exit code of a process that saves, and crashes at its k-th change of files, if there are so many."""
+    process = os.fork()
+    if process == 0:
+        crash_at(k)
+        save(folder)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def crash_everywhere_with_a_team(folder, case, model):
+    """With the files that a team has: two states of it, of updates 2 and 3."""
+    flags = {"task": "number", "max_new_tokens": 4, "train_size": 8, "rollout_buffer_size": 8, "num_train_epochs": 1}
+    flags |= {"num_agents": 1, "use_separate_critic": True, "eval_interval": 0}
+    agents, run = ippo_llm.main(ippo_llm.Args(**flags, model=(model,), output_dir=str(folder / "run")))
+
+    def write(path, step):
+        with torch.no_grad():
+            agents[0].value_head[0].weight.fill_(step)
+        checkpoint.save_agents(path, agents, checkpoint=True)
+
+    crash_everywhere(folder, case, write)
+
+
+@pytest.mark.parametrize("case", ["first", "second", "pruned", "damaged"])
+def test_a_crash_at_any_change_of_files_leaves_the_earlier_checkpoint_or_the_new_one(case, tmp_path):
+    process = Process(crash_everywhere, tmp_path, case, write_texts).wait()
+    assert process.exitcode == 0, process.error
+
+
+@pytest.mark.parametrize("case", ["first", pytest.param("second", marks=pytest.mark.slow), "pruned", "damaged"])
+def test_a_crash_anywhere_while_a_team_is_saved_leaves_the_earlier_checkpoint_or_the_new_one(
+    case, small_model, tmp_path
+):
+    process = Process(crash_everywhere_with_a_team, tmp_path, case, small_model).wait()
+    assert process.exitcode == 0, process.error
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced = set()
+    fsync = os.fsync
+    replace = os.replace
+
+    def watch_fsync(file):
+        synced.add(os.fstat(file).st_ino)
+        fsync(file)
+
+    def watch_replace(source, target):
+        if Path(target).name == "update_000003":
+            assert {path.stat().st_ino for path in (source, *source.rglob("*"))} <= synced
+            synced.clear()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watch_fsync)
+    monkeypatch.setattr(os, "replace", watch_replace)
+    checkpoint.write_checkpoint(tmp_path / "there", 3, lambda path: write_texts(path, 3), {}, 1)
+    assert synced == {(tmp_path / "there").stat().st_ino}  # the name
+
+
+def test_a_checkpoint_that_was_just_written_stays_where_later_ones_are_damaged(tmp_path):
+    """They are of a run that went on from an earlier one, with fewer checkpoints to keep."""
+    for step in (1, 2, 3):
+        checkpoint.write_checkpoint(tmp_path, step, lambda path: write_texts(path, step), {"step": step}, 3)
+    for step in (2, 3):
+        (tmp_path / f"update_00000{step}" / checkpoint.STATE).write_text("{}")
+    checkpoint.write_checkpoint(tmp_path, 2, lambda path: write_texts(path, 2), {"step": 2}, 1)
+    assert checkpoint.newest_whole(tmp_path)[1] == {"step": 2}
+
+
+# --- A run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 12, 60, 90, 150])
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_crashed_at_a_change_of_files_gives_the_same_bits(case, k, small_model, whole, tmp_path):
+    name, flags = command(case, small_model)
+    folder = tmp_path / "run"
+    anew = [*flags, "--output-dir", folder, "--save-interval", "1"]
+    process = start(name, *anew, before=functools.partial(crash_at, k)).wait()
+    assert process.exitcode == CRASHED, process.error
+    if (folder / "config.json").exists():
+        finish(name, "--resume", folder)
+    else:
+        finish(name, *anew)
+    assert_same(folder, whole(case).folder)
+
+
+@pytest.mark.parametrize("k", [3, 4, 5, 6, 10, 30])
+def test_a_run_that_crashed_while_it_replaced_another_is_one_of_both(k, small_model, begun, whole):
+    case = "ippo head 1 number"
+    name, flags = command(case, small_model)
+    folder = begun(case)
+    anew = [*flags, "--seed", "2", "--output-dir", folder, "--overwrite"]
+    process = start(name, *anew, before=functools.partial(crash_at, k)).wait()
+    assert process.exitcode == CRASHED, process.error
+    if (folder / "config.json").exists():
+        finish(name, "--resume", folder)
+        seed = json.loads((folder / "config.json").read_text())["args"]["seed"]
+        more = [] if seed == 1 else ["--seed", str(seed)]
+        assert_same(folder, whole(case, *more).folder)
+
+
+# --- A full disk ------------------------------------------------------------------------------------------------------
+
+
+def fill_disk(size):
+    """From now on files of this process can't grow beyond so many bytes, as if the disk were full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+@pytest.mark.parametrize("size, flags", [(1000, []), (30_000, []), (4500, ["--save-interval", "0"])])
+@pytest.mark.parametrize("case", CASES)
+def test_a_full_disk_is_one_line_and_the_checkpoints_are_as_they_were(case, size, flags, begun, whole):
+    folder = begun(case)
+    name, _ = command(case, "")
+    before = {path: contents(path) for path in checkpoint.checkpoints(folder / "checkpoints")}
+    process = start(name, "--resume", folder, *flags, before=functools.partial(fill_disk, size)).wait()
+    assert process.exitcode == 1, process.error
+    last = process.error.splitlines()[-1]
+    assert last.startswith(f"{name}.py: error: ") and "can't be written" in last and "File too large" in last
+    assert "Traceback" not in process.error
+    assert {path: contents(path) for path in before} == before
+    assert saved_steps(folder) == [1, 2, 3]
+    assert [path.name for path in folder.glob("checkpoints/*.*")] == []
+    finish(name, "--resume", folder)
+    assert_same(folder, whole(case).folder)

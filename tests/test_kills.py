@@ -1,0 +1,187 @@
+"""A run that is killed or stopped at any moment goes on to the same bits."""
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import COMMANDS, ROOT, assert_same, command, finish, saved_steps, start
+
+from utils.files import read_rows
+
+SOME = ["ippo critic 2 tldr", "iac head 1 number", "ppo guess", "ppo 2 number"]
+CASE = "iac head 1 number"
+
+# --- Killed at random moments -----------------------------------------------------------------------------------------
+
+
+def stop_again_and_again(case, model, folder, stops, seed, pace, number, *more):
+    """Stop a run at random moments, going on with it each time, till it ends; then another, while stops are left.
+
+    Returns their folders.
+    """
+    name, flags = command(case, model)
+    rng = random.Random(seed)
+    folders = [folder / "0"]
+    while True:
+        run = folders[-1]
+        if (run / "config.json").exists():
+            process = start(name, "--resume", run)
+        else:
+            process = start(name, *flags, *more, "--output-dir", run, "--save-interval", "1")
+        if stops:
+            stop_at_random(process, rng, pace, number)
+        process.wait()
+        assert process.exitcode in (0, -number, 128 + number), process.error
+        if process.exitcode != 0:
+            stops -= 1
+        elif not stops:
+            return folders
+        else:
+            folders.append(folder / str(len(folders)))
+
+
+def stop_at_random(process, rng, pace, number):
+    """Send a process a signal within three updates, or, more seldom, while it starts."""
+    if rng.random() < 0.85:
+        process.wait_until(lambda: "writing" in process.output)
+    process.join(rng.uniform(0, 3 * pace))
+    if process.exitcode is None:
+        process.signal(number)
+
+
+@pytest.mark.parametrize("case, number", [*((case, signal.SIGKILL) for case in SOME), ("ppo guess", signal.SIGTERM)])
+def test_a_run_that_is_killed_again_and_again_gives_the_same_bits(case, number, small_model, whole, tmp_path):
+    model = small_model if "tldr" in case else "utils/tiny_lm"  # which answers with numbers: games go on
+    reference = whole(case, model=model)
+    for folder in stop_again_and_again(case, model, tmp_path, 3, SOME.index(case), reference.pace, number):
+        assert_same(folder, reference.folder)
+    assert "tldr" in case or read_rows(reference.folder / "metrics.csv")[-1]["turns"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("case", COMMANDS)
+def test_a_longer_run_that_is_killed_twenty_times_gives_the_same_bits(case, number, whole, tmp_path):
+    twelve_updates = ["--num-train-epochs", "4"]
+    model = "utils/tiny_lm"
+    reference = whole(case, *twelve_updates, model=model)
+    seed = [*COMMANDS].index(case)
+    for folder in stop_again_and_again(case, model, tmp_path, 20, seed, reference.pace, number, *twelve_updates):
+        assert_same(folder, reference.folder)
+
+
+# --- Stopped by a signal ----------------------------------------------------------------------------------------------
+
+WAITING_TASK = """
+import os, time
+from utils.tasks import number
+from utils.tasks.number import *
+calls = 0
+def reward_func(*completions, items):
+    global calls
+    calls += 1
+    while calls > 8 and os.path.exists("WAIT"):
+        open("WAIT.reached", "w").close()
+        time.sleep(0.01)
+    return number.reward_func(*completions, items=items)
+"""
+
+
+@pytest.fixture
+def waiting(small_model, tmp_path):
+    """Starts a run that waits for a reward, in an update that is not the first, until a file is removed."""
+    obstacle = tmp_path / "wait"
+    (tmp_path / "waiting.py").write_text(WAITING_TASK.replace("WAIT", str(obstacle)))
+    obstacle.touch()
+
+    def begin(case):
+        name, flags = command(case, small_model)
+        process = start(name, *flags, "--task", tmp_path / "waiting.py", "--output-dir", tmp_path / "run")
+        process.wait_until((tmp_path / "wait.reached").exists)
+        assert process.exitcode is None, process.error
+        return process, obstacle
+
+    return begin
+
+
+def announces_stop(process):
+    return "once more, and it stops at once" in process.error
+
+
+def test_a_command_that_is_stopped_says_how_to_go_on_and_that_gives_the_same_bits(small_model, whole, tmp_path):
+    name, flags = command("ippo critic 2 tldr", small_model)
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, f"{name}.py", *flags, "--output-dir", folder],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    while not (folder / "metrics.csv").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.terminate()
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, error
+    assert "Traceback" not in error
+    line = r"ippo_llm.py: stopped by SIGTERM after update ([1-5]) of 6; go on with: python (.*)"
+    step, words = re.fullmatch(line, error.splitlines()[-1]).groups()
+    assert saved_steps(folder) == [int(step)]
+    resumed = subprocess.run([sys.executable, *words.split()], capture_output=True, text=True, cwd=ROOT)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"going on from {folder}/checkpoints/update_00000{step}: {step} of 6" in resumed.stdout
+    assert_same(folder, whole("ippo critic 2 tldr").folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("case", [CASE, "ppo 2 number"])
+def test_a_signal_ends_a_run_after_the_update_under_way(case, number, waiting, whole, tmp_path):
+    folder = tmp_path / "run"
+    process, obstacle = waiting(case)
+    before = len(read_rows(folder / "metrics.csv"))
+    process.signal(number)
+    process.wait_until(lambda: announces_stop(process))
+    process.signal(number)  # as `timeout` does: at once, and so it is no second one
+    obstacle.unlink()
+    assert process.wait().exitcode == 128 + number, process.error
+    assert "Traceback" not in process.error
+    name = COMMANDS[case][0]
+    assert f"go on with: python {name}.py --resume {folder}" in process.error.splitlines()[-1]
+    assert saved_steps(folder) == [len(read_rows(folder / "metrics.csv"))] == [before + 1]
+    finish(name, "--resume", folder)
+    assert_same(folder, whole(case).folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_run_at_once(number, waiting, whole, tmp_path):
+    process, obstacle = waiting(CASE)
+    process.signal(number)
+    process.wait_until(lambda: announces_stop(process))
+    time.sleep(1.1)
+    process.signal(number)
+    assert process.wait(5).exitcode == -number
+    assert saved_steps(tmp_path / "run") == []
+    obstacle.unlink()
+    finish("iac_llm", "--resume", tmp_path / "run")
+    assert_same(tmp_path / "run", whole(CASE).folder)
+
+
+# --- Two runs in one folder -------------------------------------------------------------------------------------------
+
+
+def test_of_two_runs_in_one_folder_the_second_is_refused_and_the_first_unharmed(waiting, small_model, whole, tmp_path):
+    name, flags = command(CASE, small_model)
+    folder = tmp_path / "run"
+    first, obstacle = waiting(CASE)
+    for more in (["--resume", folder], [*flags, "--output-dir", folder, "--overwrite"]):
+        second = start(name, *more).wait(30)
+        assert second.exitcode == 2
+        assert second.error == f"{name}.py: error: another run is under way in {folder}\n"
+    assert first.exitcode is None
+    obstacle.unlink()
+    assert first.wait().exitcode == 0
+    assert_same(folder, whole(CASE).folder)

@@ -1,0 +1,134 @@
+"""Sampling in ppo_llm against transformers' generate and single forward passes, without padding or a cache."""
+
+import pytest
+import torch
+from helpers import make_ppo_agents, make_ppo_args, seeded
+
+import ppo_llm
+from utils import adapters
+
+LENGTH = 16
+
+
+@pytest.fixture
+def sampler(loaded_model, tokenizer, prompts):
+    """A function of flags that lets one of two agents continue the five prompts."""
+    return Sampler(loaded_model, tokenizer, prompts)
+
+
+class Sampler:
+    """Two agents, and the ids of five prompts of different lengths."""
+
+    def __init__(self, base, tokenizer, prompts):
+        self.agents = make_ppo_agents(base, tokenizer, self.make_args(), scale=0.05)
+        self.model = self.agents[0].model
+        self.prompts = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
+
+    def make_args(self, **flags):
+        team = {"task": "number", "num_agents": 2, "max_output_tokens": LENGTH, "max_model_len": None}
+        return ppo_llm.resolve_args(make_ppo_args(**(team | flags)))
+
+    def sample(self, agent=0, rows=range(5), generator=None, **flags):
+        """(ids, log-probabilities, texts); with no generator the likeliest tokens."""
+        prompts = [self.prompts[row] for row in rows]
+        return ppo_llm.sample(self.agents[agent], prompts, self.make_args(**flags), generator)
+
+    def ids(self, *values, **flags):
+        return self.sample(*values, **flags)[0]
+
+
+@pytest.mark.parametrize("agent", [0, 1])
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ({}, {}),
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"min_output_tokens": 8}, {"min_new_tokens": 8}),
+    ],
+    ids=["plain", "repetition penalty", "shortest response"],
+)
+def test_the_likeliest_tokens_are_those_of_generate(sampler, agent, ours, theirs):
+    responses = sampler.ids(agent, **ours)
+    sampler.model.set_adapter(sampler.agents[agent].actor)
+    for prompt, response in zip(sampler.prompts, responses, strict=True):
+        input_ids = torch.tensor([prompt])
+        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        expected = sampler.model.generate(**inputs, **theirs, do_sample=False, max_new_tokens=LENGTH)
+        assert response == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("flags", [{"repetition_penalty": 1.5}, {"min_output_tokens": 8}], ids=str)
+def test_what_changes_the_likeliest_tokens_does(sampler, flags):
+    assert sampler.ids(1, **flags) != sampler.ids(1)
+
+
+def test_agents_have_policies_of_their_own(sampler):
+    assert sampler.ids(0) != sampler.ids(1)
+
+
+def test_chunks_change_nothing(sampler):
+    assert sampler.ids(hf_generate_chunk_size=2) == sampler.ids()
+
+
+def test_padding_changes_nothing(sampler):
+    assert [sampler.ids(rows=[row])[0] for row in range(5)] == sampler.ids()
+
+
+@pytest.mark.parametrize("flags", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}, {"temperature": 1e-4}], ids=str)
+def test_a_filter_that_leaves_one_token_samples_the_likeliest(sampler, flags):
+    assert sampler.ids(generator=seeded(), **flags) == sampler.ids()
+
+
+def test_without_a_filter_samples_differ_from_the_likeliest(sampler):
+    assert sampler.ids(generator=seeded()) != sampler.ids()
+
+
+def test_the_same_seed_samples_the_same(sampler):
+    first = sampler.sample(generator=seeded())
+    assert first == sampler.sample(generator=seeded())
+    assert first != sampler.sample(generator=seeded(1))
+
+
+def test_a_response_ends_with_its_end_or_is_as_long_as_may_be(sampler, tokenizer):
+    end = tokenizer.eos_token_id
+    responses = sampler.ids(generator=seeded())
+    assert len({len(response) for response in responses}) > 1
+    for response in responses:
+        assert end not in response[:-1]
+        assert response[-1] == end or len(response) == LENGTH
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_one_forward_pass(sampler, temperature):
+    responses, logprobs, _ = sampler.sample(1, generator=seeded(), temperature=temperature)
+    sampler.model.set_adapter(sampler.agents[1].actor)
+    for prompt, response, row in zip(sampler.prompts, responses, logprobs, strict=True):
+        with torch.no_grad():
+            logits = sampler.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1)[range(len(response)), response]
+        torch.testing.assert_close(torch.tensor(row), expected, atol=1e-5, rtol=0)
+
+
+def test_texts_are_without_special_tokens(sampler, tokenizer):
+    responses, _, texts = sampler.sample(generator=seeded())
+    assert texts == [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
+
+
+def test_rows_that_ended_are_not_computed(sampler, monkeypatch):
+    rows = []
+    forward = adapters.forward
+
+    def count(model, name, **inputs):
+        rows.append(len(inputs["input_ids"]))
+        return forward(model, name, **inputs)
+
+    monkeypatch.setattr(adapters, "forward", count)
+    lengths = [len(response) for response in sampler.ids(generator=seeded())]
+    assert rows == [sum(length > t for length in lengths) for t in range(max(lengths))]
+
+
+def test_dropout_is_off_while_sampling(loaded_model, tokenizer, prompts):
+    plain = Sampler(loaded_model, tokenizer, prompts)
+    args = plain.make_args(lora_dropout=0.5)
+    agents = make_ppo_agents(loaded_model, tokenizer, args, scale=0.05)
+    assert ppo_llm.sample(agents[0], plain.prompts, args, None)[0] == plain.ids()

@@ -1,0 +1,34 @@
+"""bfloat16: in the weights, in the forward passes, in both."""
+
+import pytest
+import torch
+from helpers import make_args
+
+import iac_llm
+import ippo_llm
+
+SMALL = {"train_size": 16, "eval_interval": 0}
+
+
+@pytest.mark.parametrize("script", [ippo_llm, iac_llm])
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("critic", [True, False])
+def test_weights_of_bfloat16_train(tmp_path, script, mixed_precision, critic):
+    flags = {"dtype": "bfloat16", "mixed_precision": mixed_precision, "use_separate_critic": critic}
+    agents, run = script.main(make_args(tmp_path, script, **flags, **SMALL))
+    assert {parameter.dtype for parameter in agents[0].actor.parameters()} == {torch.bfloat16}
+    assert len(run.rows) == 2 and all(row["agent_1/skipped"] == 0 for row in run.rows)
+    assert abs(run.rows[0]["agent_0/approx_kl"]) < 0.1
+
+
+@pytest.mark.parametrize("critic", [True, False])
+def test_autocast_leaves_the_weights_in_float32_and_computes_in_bfloat16(tmp_path, critic):
+    rows = []
+    for precision in ("no", "bf16"):
+        flags = {"mixed_precision": precision, "use_separate_critic": critic, "do_sample": False}
+        args = make_args(output_dir=str(tmp_path / precision), **flags, **SMALL)
+        agents, run = ippo_llm.main(args)
+        assert {parameter.dtype for parameter in agents[0].actor.parameters()} == {torch.float32}
+        rows.append(run.rows[0])
+    assert rows[0]["agent_0/policy_loss"] != rows[1]["agent_0/policy_loss"]
+    assert abs(rows[1]["agent_0/approx_kl"]) < 0.1

@@ -1,0 +1,165 @@
+"""A reward function that fails, never answers or returns nonsense: once more, then one line, saved and resumable."""
+
+import random
+import signal
+import time
+from itertools import product
+
+import pytest
+from helpers import read_metrics
+from short_runs import (
+    Faulty,
+    assert_one_line,
+    assert_resumes,
+    assert_same_run,
+    every_script,
+    reward_length,
+    saved_state,
+    train,
+)
+
+from utils.cli import TaskError
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+# --- It fails ---------------------------------------------------------------------------------------------------------
+
+
+def fail(items):
+    raise ConnectionError("the judge\nis away")
+
+
+@every_script
+def test_a_reward_function_that_fails_once_is_asked_once_more(undisturbed, script, capsys):
+    reward_func = Faulty(fail, 3)
+    train(script, reward_func)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "once more" in line]
+    assert lines == ["reward_func raised ConnectionError: the judge is away; it is asked once more"]
+    assert reward_func.num_calls == 4
+    assert_same_run("run", undisturbed(script))
+
+
+@every_script
+def test_a_reward_function_that_fails_twice_ends_the_run_which_can_be_resumed(undisturbed, script, capsys):
+    batches = []
+
+    def reward_func(*completions, items):
+        batches.append(items)
+        if len(batches) > 2 and batches[2][1] in items:  # from the third update on, the second of its items
+            raise ConnectionError("no judge")
+        return reward_length(*completions, items=items)
+
+    with pytest.raises(TaskError, match=r"raised ConnectionError: no judge on item 1, {'share': 0\.") as error:
+        train(script, reward_func)
+    assert str(batches[2][1]) in str(error.value)
+    assert_one_line(error, 1)
+    state = saved_state("run")
+    assert (state["step"], state["learning"]) == (2, False)
+    assert "--resume run" in capsys.readouterr().out
+    assert len(read_metrics("run")) == 2
+    assert_resumes(script, undisturbed(script))
+
+
+@every_script
+def test_the_line_that_ends_a_run_is_one_line_also_where_the_error_has_several(script):
+    with pytest.raises(TaskError) as error:
+        train(script, Faulty(fail, *range(1, 99)))
+    assert_one_line(error, 1)
+
+
+def test_a_failure_in_a_hundred_calls_is_survived():
+    rng = random.Random(5)
+    failures = []
+
+    def reward_func(*completions, items):
+        if rng.random() < 0.01:
+            failures.append(items)
+            fail(items)
+        return reward_length(*completions, items=items)
+
+    flags = {"num_agents": 1, "train_size": 120, "rollout_buffer_size": 1, "mini_batch_size": 1, "max_new_tokens": 1}
+    _, run = train("iac", reward_func, **flags)
+    assert run.step == 120
+    assert failures
+
+
+# --- It never answers -------------------------------------------------------------------------------------------------
+
+
+def sleep(items):
+    time.sleep(60)
+
+
+def spin(items):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        pass
+
+
+@pytest.mark.parametrize("script, hang", [("ippo", sleep), ("iac", sleep), ("ppo", sleep), ("iac", spin)])
+def test_a_reward_function_that_hangs_ends_the_run_soon(script, hang, capsys):
+    starts = []
+
+    def fault(items):
+        starts.append(time.monotonic())
+        hang(items)
+
+    with pytest.raises(TaskError, match="TimeoutError: no answer within --reward-timeout, 0.3 s on the") as error:
+        train(script, Faulty(fault, *range(2, 99)), reward_timeout=0.3)
+    assert time.monotonic() - starts[0] < 10  # most of it saving
+    assert len(starts) == 2
+    assert "asked once more" in capsys.readouterr().out
+    assert_one_line(error, 1)
+    assert saved_state("run")["step"] == 1
+
+
+@every_script
+def test_a_reward_function_that_hangs_once_is_asked_once_more(undisturbed, script, capsys):
+    train(script, Faulty(sleep, 2), reward_timeout=0.3)
+    assert capsys.readouterr().out.count("TimeoutError: no answer within --reward-timeout, 0.3 s; it is asked") == 1
+    assert_same_run("run", undisturbed(script))
+
+
+@every_script
+def test_the_alarm_is_set_only_with_the_flag_and_given_back(script):
+    def handler(*_):
+        pass
+
+    before = signal.signal(signal.SIGALRM, handler)
+    seen = []
+
+    def watch(items):
+        seen.append((signal.getsignal(signal.SIGALRM) is handler, signal.getitimer(signal.ITIMER_REAL)[0] > 0))
+        return [0.5] * len(items)
+
+    try:
+        for timeout in (None, 30.0):
+            train(script, Faulty(watch, 1), reward_timeout=timeout, train_size=4, overwrite=True)
+            assert signal.getsignal(signal.SIGALRM) is handler
+        with pytest.raises(TaskError):
+            train(script, Faulty(sleep, 1, 2), reward_timeout=0.1, train_size=4, overwrite=True)
+        assert signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert seen == [(True, False), (False, True)]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+# --- It returns nonsense ----------------------------------------------------------------------------------------------
+
+NONSENSE = {
+    "None": (lambda items: None, "returned None; it takes a list of 4 numbers"),
+    "NaN": (lambda items: [0.0, 0.0, float("nan"), 0.0], "returned nan for item 2, .*share"),
+    "too many": (lambda items: [0.5] * 5, "returned 5 values for 4 items"),
+    "a string": (lambda items: [0.5, "good", 0.5, 0.5], "returned 'good' for item 1, .*share"),
+}
+
+
+@pytest.mark.parametrize("script, case", [*product(["iac"], NONSENSE), *product(["ippo", "ppo"], ["None", "NaN"])])
+def test_nonsense_for_rewards_ends_the_run_which_can_be_resumed(undisturbed, script, case):
+    nonsense, message = NONSENSE[case]
+    with pytest.raises(TaskError, match=f"^reward_func {message}") as error:
+        train(script, Faulty(nonsense, 2))
+    assert_one_line(error, 1)
+    assert saved_state("run")["step"] == 1
+    assert_resumes(script, undisturbed(script))

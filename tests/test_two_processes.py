@@ -1,0 +1,68 @@
+"""Two processes under torchrun or accelerate launch train one run together, and go on to the same bits."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import read_metrics
+
+from utils.same import compare
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHERS = {
+    "torchrun": "torch.distributed.run --standalone --nproc-per-node 2",
+    "accelerate": "accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0",
+}
+SMALL = "--rollout-buffer-size 8 --mini-batch-size 4 --train-size 16 --num-train-epochs 1 --max-new-tokens 24"
+TURNS = "--task number --num-turns 3 --max-new-tokens 4"
+
+
+def launch(launcher, script, *flags, folder=ROOT):
+    """Run a script in two processes; what it prints."""
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", *LAUNCHERS[launcher].split(), str(ROOT / script), *flags]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+TASK = """
+import datasets
+def numbers(size, seed): return datasets.Dataset.from_list([{"number": k} for k in range(size)])
+train_dataset = eval_dataset = numbers
+def formatters(item): return "Guess it."
+def reward_func(*texts, items): return [float(item["number"] ** 2) for item in items]
+"""
+
+
+@pytest.mark.parametrize("launcher, eval_size, mean", [("torchrun", 5, 6.0), ("accelerate", 1, 0.0)])
+def test_two_processes_train_one_run(tmp_path, launcher, eval_size, mean):
+    (tmp_path / "squares.py").write_text(TASK)
+    flags = f"{SMALL} --eval-size {eval_size} --task squares.py"
+    shown = launch(launcher, "iac_llm.py", *flags.split(), folder=tmp_path)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert shown.count("the run is in") == 1
+    rows = read_metrics(folder)
+    assert [int(row["global_step"]) for row in rows] == [8, 16]  # 4 of 8 joint samples in each process
+    rewards = [float(row["reward_mean"]) for row in rows]
+    assert sum(rewards) / 2 == pytest.approx(sum(k**2 for k in range(16)) / 16)  # each item once
+    assert float(rows[-1]["eval/reward_mean"]) == pytest.approx(mean)  # over items that do not divide among processes
+    state = json.loads((folder / "checkpoints/update_000002/state.json").read_text())
+    assert len(state["random"]) == 2 and state["random"][0] != state["random"][1]
+
+
+@pytest.mark.parametrize("flags", ["--eval-size 5", f"--eval-size 5 {TURNS}"], ids=["one turn", "three turns"])
+def test_two_processes_go_on_to_the_same_bits(tmp_path, flags):
+    flags = [*SMALL.split(), *flags.split()]
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
+    launch("torchrun", "ippo_llm.py", *flags, "--output-dir", str(whole))
+    launch("torchrun", "ippo_llm.py", *flags, "--output-dir", str(resumed), "--save-interval", "1")
+    shutil.rmtree(resumed / "checkpoints/update_000002")
+    launch("torchrun", "ippo_llm.py", "--resume", str(resumed))
+    assert all(compare(whole, resumed).values())
+    assert [int(row["global_step"]) for row in read_metrics(resumed)] == [8, 16]

@@ -1,0 +1,114 @@
+"""Weights & Biases: whatever it does, the run goes on to the same bits; a resumed run goes on in the same run there."""
+
+from pathlib import Path
+
+import pytest
+import wandb
+from short_runs import Faulty, assert_same_run, every_script, return_none, train
+
+from utils.cli import TaskError
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+class Logger:
+    """A run of Weights & Biases that is not sent anywhere; some calls of log, numbered from 1, fail."""
+
+    def __init__(self, failing=()):
+        self.id = "made-up"
+        self.failing = failing
+        self.num_calls = 0
+        self.steps = []
+        self.exit_codes = []
+
+    def log(self, values, step=None):
+        self.num_calls += 1
+        if self.num_calls in self.failing:
+            raise wandb.errors.CommError("the line\nis dead")
+        self.steps.append(step)
+
+    def finish(self, exit_code):
+        self.exit_codes.append(exit_code)
+
+
+def stub_wandb(monkeypatch, logger, failing=()):
+    """Let wandb.init give a logger, or fail in some modes; its arguments, call by call."""
+    calls = []
+
+    def init(**options):
+        calls.append(options)
+        if options["mode"] in failing:
+            raise wandb.errors.CommError("no\nnetwork")
+        return logger
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "Table", lambda **table: table)
+    return calls
+
+
+@every_script
+def test_weights_and_biases_out_of_reach_is_logged_to_offline(monkeypatch, undisturbed, script, capsys):
+    logger = Logger()
+    calls = stub_wandb(monkeypatch, logger, failing=[None])
+    train(script, track=True)
+    assert [options["mode"] for options in calls] == [None, "offline"]
+    line = "--track: Weights & Biases does not start (no network); logging offline, for wandb sync"
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+    assert logger.steps == [4, 8, 12, None]
+    assert logger.exit_codes == [0]
+    assert_same_run("run", undisturbed(script))
+
+
+@every_script
+def test_a_run_goes_on_without_weights_and_biases(monkeypatch, undisturbed, script, capsys):
+    calls = stub_wandb(monkeypatch, None, failing=[None, "offline"])
+    train(script, track=True)
+    assert len(calls) == 2
+    assert capsys.readouterr().out.count("does not start (no network); the run goes on without it") == 1
+    assert_same_run("run", undisturbed(script))
+
+
+@every_script
+def test_weights_and_biases_that_fails_midway_is_done_without(monkeypatch, undisturbed, script, capsys):
+    logger = Logger(failing=range(2, 99))
+    stub_wandb(monkeypatch, logger)
+    train(script, track=True)
+    line = "--track: Weights & Biases fails (the line is dead); the run goes on without it"
+    assert capsys.readouterr().out.count(line) == 1
+    assert logger.steps == [4]
+    assert logger.num_calls == 2
+    assert len(logger.exit_codes) == 1  # else wandb.init of the next run in the same process gives this one back
+    assert_same_run("run", undisturbed(script))
+
+
+@every_script
+def test_a_resumed_run_goes_on_in_the_same_run_of_weights_and_biases(monkeypatch, script):
+    first = Logger()
+    calls = stub_wandb(monkeypatch, first)
+    with pytest.raises(TaskError):
+        train(script, Faulty(return_none, 2), track=True)
+    assert (calls[0]["id"], calls[0]["resume"]) == (None, None)
+    assert first.exit_codes == [1]
+    second = Logger()
+    calls = stub_wandb(monkeypatch, second)
+    train(script, track=True, resume="run")
+    assert (calls[0]["id"], calls[0]["resume"]) == ("made-up", "allow")
+    assert second.steps == [8, 12, None]
+
+
+def test_the_real_weights_and_biases_goes_offline_and_on_again(monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    real_init = wandb.init
+
+    def init(mode, **options):
+        if mode is None:
+            raise wandb.errors.CommError("no network")
+        return real_init(mode=mode, **options)
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(TaskError):
+        train("ppo", Faulty(return_none, 2), track=True)
+    train("ppo", track=True, resume="run")
+    names = [path.stem for path in Path("run/wandb").glob("offline-run-*/*.wandb")]
+    assert len(names) == 2
+    assert len({*names}) == 1
