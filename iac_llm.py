@@ -307,6 +307,14 @@ def load_tokenizer(name, args):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
 
 
+def add_padding(tokenizer):
+    """Give a tokenizer a padding token where it has none: its end token. Raises UserError where it has neither."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise UserError("--model: its tokenizer has neither a padding token nor an end token")
+
+
 def build_agents(args, device, updates, model=None, tokenizer=None):
     """N agents from what the flags name, or from copies of `model` and `tokenizer`. Raises UserError."""
     references = {}  # by name: agents of one name share a reference
@@ -320,10 +328,10 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
             if model is None:
                 references[name] = load_model(AutoModelForCausalLM, "--model", name, args, device)
             else:
-                references[name] = copy.deepcopy(model).to(device).eval().requires_grad_(False)
+                reference = copy.deepcopy(model).to(device, getattr(torch, args.dtype))
+                references[name] = reference.eval().requires_grad_(False)
             tokenizers[name] = copy.deepcopy(tokenizer) if tokenizer else load_tokenizer(name, args)
-            if tokenizers[name].pad_token is None:
-                tokenizers[name].pad_token = tokenizers[name].eos_token
+            add_padding(tokenizers[name])
         if critic_name not in critics:
             critics[critic_name] = load_model(AutoModel, CRITIC_FLAG, critic_name, args, device)
         critic = critics[critic_name]
@@ -895,7 +903,8 @@ def main(args=None, task=None, model=None, tokenizer=None):
             # 3. Metrics, held-out items, samples.
             metrics = team_metrics(rollouts) | average(drifts) | agent_metrics | tasks.extra_metrics(task, rollouts)
             held_out = None
-            if held_out_items and args.eval_interval and (step % args.eval_interval == 0 or step in (1, updates)):
+            interval = args.eval_interval
+            if held_out_items and interval and (step % interval == 0 or step in (1, updates)):
                 run.phase("held-out")
                 held_out = evaluate(agents, task, held_out_items, args)
             new_tokens = sum(rollout.mask.sum() for rollout in rollouts)

@@ -78,7 +78,7 @@ class PolicyArgs:
     trust_remote_code: bool = False  # run code that comes with a hub model
     gradient_checkpointing: bool = False  # keep less of the forward pass, and compute it again for the backward pass
     torch_compiler: Literal["default", "reduce-overhead", "max-autotune"] | None = None  # torch.compile's mode
-    calc_position_embeddings: bool = True  # number the tokens of a padded row from its first; off: from the padding
+    calc_position_embeddings: bool = True  # positions from a row's first token; off: from its padding (rotary only)
 
 
 @flags
@@ -187,9 +187,10 @@ def check_args(args):
         raise UserError("--early-termination-threshold takes several turns (--max-turns)")
     check_order(args, "min_output_tokens", "max_output_tokens")
     check_order(args, "max_output_tokens", "max_model_len")
-    check_needs(args, {"dataset": "task", "early_termination_threshold": "task"})
+    check_needs(args, {"dataset": "task", "eval_size": "task", "early_termination_threshold": "task"})
     check_needs(args, {"load_optimizer": "load_checkpoint", "merge_lora_configs": "load_checkpoint"})
     check_needs(args, {"reference_update_interval": "use_separate_reference_adapter"})
+    check_needs(args, {"reference_update_interval": "beta"})
     if args.load_checkpoint:
         adapters.check_checkpoint(args.load_checkpoint, args.num_agents)
 
@@ -340,9 +341,16 @@ def load_base(args, device, model=None, tokenizer=None):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     else:
         tokenizer = copy.deepcopy(tokenizer)
+    add_padding(tokenizer)
+    return model.to(device, getattr(torch, args.dtype)).eval(), tokenizer
+
+
+def add_padding(tokenizer):
+    """Give a tokenizer a padding token where it has none: its end token. Raises UserError where it has neither."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model.to(device).eval(), tokenizer
+    if tokenizer.pad_token is None:
+        raise UserError("--model: its tokenizer has neither a padding token nor an end token")
 
 
 def build_agents(args, device, updates, model=None, tokenizer=None):
@@ -886,7 +894,7 @@ class Batch:
 
     def split(self, num_parts):
         """Parts whose losses add up to the batch's own: micro-batches, `num_parts` times as many as planned."""
-        part_size = math.ceil(self.part_size / num_parts)
+        part_size = math.ceil(min(self.part_size, len(self.action_mask)) / num_parts)
         for rows in torch.arange(len(self.action_mask), device=self.action_mask.device).split(part_size):
             yield self.select(rows)
 
@@ -1020,7 +1028,9 @@ def load_task_data(args, task):
     train_items, held_out_items = tasks.load_items(task, args, args.seed, args.rollout_buffer_size)
     size = args.eval_loop or len(held_out_items)
     if args.evaluation_interval and size > len(held_out_items):
-        distributed.say(f"--eval-loop {size}: the task has {len(held_out_items)} held-out items, and those are taken")
+        distributed.say(
+            f"--eval-loop {size}: the task has {len(held_out_items)} held-out items, and no more are played"
+        )
     return task, optimum, train_items, [*held_out_items][:size]
 
 
@@ -1107,7 +1117,8 @@ def main(args=None, task=None, model=None, tokenizer=None):
             metrics = team_metrics(rollouts) | average(drifts) | agent_metrics
             metrics |= describe_episodes(task, items, rollouts, args)
             held_out = None
-            if args.evaluation_interval and (step % args.evaluation_interval == 0 or step in (1, updates)):
+            interval = args.evaluation_interval
+            if held_out_items and interval and (step % interval == 0 or step in (1, updates)):
                 run.phase("held-out")
                 held_out = evaluate(agents, task, held_out_items, args)
             new_tokens = sum(rollout.mask.sum() for rollout in rollouts)

@@ -13,7 +13,7 @@ import ppo_llm
 from utils.models import locate
 from utils.tasks import tldr
 
-TINY = locate("utils/tiny_lm")
+TINY = str(Path(locate("utils/tiny_lm")).resolve())
 
 
 def make_args(tmp_path=None, script=ippo_llm, **flags):
@@ -37,7 +37,6 @@ def make_ppo_args(tmp_path=None, **flags):
         "rollout_buffer_size": 8,
         "train_size": 16,
         "num_train_epochs": 1,
-        "eval_size": 8,
         "eval_loop": 4,
         "max_turns": 3,
         "max_output_tokens": 5,
@@ -302,7 +301,7 @@ class Pass(NamedTuple):
     function: str  # of the script, that made it
     adapter: str | None  # None: no adapter
     rows: int  # in the batch
-    has_positions: bool  # whether it was told position ids
+    has_positions: bool  # whether it got position ids
 
 
 def watch_passes(monkeypatch):

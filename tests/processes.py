@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -122,16 +123,35 @@ def finish(name, *flags):
     return process
 
 
+def set_environment(values):
+    os.environ.update(values)
+
+
+def finish_two(name, *flags):
+    """Two processes of a script, as a launcher starts them, that have ended well."""
+    processes = []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]  # a free one
+    for rank in ("0", "1"):
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes.append(start(name, *flags, before=functools.partial(set_environment, environment)))
+    for process in processes:
+        assert process.wait().exitcode == 0, process.error
+
+
 # --- Commands ---------------------------------------------------------------------------------------------------------
 
-SIX_UPDATES = "--train-size 12 --num-train-epochs 2 --rollout-buffer-size 4 --eval-size 2"
-TEAM = f"{SIX_UPDATES} --mini-batch-size 2 --eval-interval 3"
+SIX_UPDATES = "--train-size 12 --num-train-epochs 2 --rollout-buffer-size 4"
+TEAM = f"{SIX_UPDATES} --mini-batch-size 2 --eval-size 2 --eval-interval 3"
 ADAPTERS = f"{SIX_UPDATES} --batch-size 2 --evaluation-interval 3 --eval-loop 2"
 TASKS = {"tldr": "--max-new-tokens 8", "number": "--task number --num-turns 3 --max-new-tokens 4"}
+ON_TASK = f"{ADAPTERS} --num-agents 2 --eval-size 2"
 COMMANDS = {
     "ppo guess": ("ppo_llm", ADAPTERS),
-    "ppo 2 tldr": ("ppo_llm", f"{ADAPTERS} --task tldr --num-agents 2 --max-output-tokens 8"),
-    "ppo 2 number": ("ppo_llm", f"{ADAPTERS} --task number --max-turns 3 --num-agents 2 --max-output-tokens 4"),
+    "ppo 2 tldr": ("ppo_llm", f"{ON_TASK} --task tldr --max-output-tokens 8"),
+    "ppo 2 number": ("ppo_llm", f"{ON_TASK} --task number --max-turns 3 --max-output-tokens 4"),
 }
 
 

@@ -19,7 +19,7 @@ from utils.same import timeless
 from utils.tasks import number
 
 # Three updates, each of one optimiser step an agent, and one call of reward_func.
-SMALL = {"train_size": 12, "rollout_buffer_size": 4, "num_train_epochs": 1, "num_agents": 2, "eval_size": 4}
+SMALL = {"train_size": 12, "rollout_buffer_size": 4, "num_train_epochs": 1, "num_agents": 2}
 TEAM = SMALL | {"mini_batch_size": 4, "max_new_tokens": 3, "eval_interval": 0}
 ADAPTERS = SMALL | {"batch_size": 4, "update_epochs": 1, "max_output_tokens": 3, "evaluation_interval": 0}
 ADAPTERS |= {"lora_rank": 4, "lora_alpha": 8.0}

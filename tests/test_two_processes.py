@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import read_metrics
-
-from utils.same import compare
+from processes import assert_same, finish_two
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
@@ -55,14 +54,13 @@ def test_two_processes_train_one_run(tmp_path, launcher, eval_size, mean):
     assert len(state["random"]) == 2 and state["random"][0] != state["random"][1]
 
 
-@pytest.mark.parametrize("flags", ["--eval-size 5", f"--eval-size 5 {TURNS}"], ids=["one turn", "three turns"])
+@pytest.mark.parametrize("flags", [f"{SMALL} --eval-size 5", f"{SMALL} --eval-size 5 {TURNS}"], ids=["one", "three"])
 def test_two_processes_go_on_to_the_same_bits(tmp_path, flags):
-    flags = [*SMALL.split(), *flags.split()]
-    whole = tmp_path / "whole"
-    resumed = tmp_path / "resumed"
-    launch("torchrun", "ippo_llm.py", *flags, "--output-dir", str(whole))
-    launch("torchrun", "ippo_llm.py", *flags, "--output-dir", str(resumed), "--save-interval", "1")
-    shutil.rmtree(resumed / "checkpoints/update_000002")
-    launch("torchrun", "ippo_llm.py", "--resume", str(resumed))
-    assert all(compare(whole, resumed).values())
-    assert [int(row["global_step"]) for row in read_metrics(resumed)] == [8, 16]
+    """In one turn, and in three."""
+    run = tmp_path / "run"
+    finish_two("ippo_llm", *flags.split(), "--output-dir", run, "--save-interval", "1")
+    shutil.copytree(run, tmp_path / "whole")
+    shutil.rmtree(run / "checkpoints/update_000002")
+    finish_two("ippo_llm", "--resume", run)
+    assert_same(run, tmp_path / "whole")
+    assert [int(row["global_step"]) for row in read_metrics(run)] == [8, 16]

@@ -3,11 +3,12 @@
 
 def render(prompt, tokenizer):
     """A prompt, which is a string or chat messages, as the string that the model reads, special tokens included."""
+    first_token = tokenizer.decode(tokenizer("").input_ids)  # empty where the model wants none
     if isinstance(prompt, str):
-        return tokenizer.decode(tokenizer("").input_ids) + prompt  # where the model wants it, a first token
+        return first_token + prompt
     if tokenizer.chat_template:
         return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return "\n\n".join(message["content"] for message in prompt) + "\n\n"
+    return first_token + "\n\n".join(message["content"] for message in prompt) + "\n\n"
 
 
 def end_tokens(model, tokenizer):
