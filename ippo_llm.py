@@ -329,8 +329,7 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
             if model is None:
                 references[name] = load_model(AutoModelForCausalLM, "--model", name, args, device)
             else:
-                reference = copy.deepcopy(model).to(device, getattr(torch, args.dtype))
-                references[name] = reference.eval().requires_grad_(False)
+                references[name] = copy.deepcopy(model).to(device).eval().requires_grad_(False)
             tokenizers[name] = copy.deepcopy(tokenizer) if tokenizer else load_tokenizer(name, args)
             add_padding(tokenizers[name])
         if critic_name not in critics:

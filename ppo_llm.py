@@ -187,7 +187,7 @@ def check_args(args):
         raise UserError("--early-termination-threshold takes several turns (--max-turns)")
     check_order(args, "min_output_tokens", "max_output_tokens")
     check_order(args, "max_output_tokens", "max_model_len")
-    check_needs(args, {"dataset": "task", "eval_size": "task", "early_termination_threshold": "task"})
+    check_needs(args, {"dataset": "task", "early_termination_threshold": "task"})
     check_needs(args, {"load_optimizer": "load_checkpoint", "merge_lora_configs": "load_checkpoint"})
     check_needs(args, {"reference_update_interval": "use_separate_reference_adapter"})
     check_needs(args, {"reference_update_interval": "beta"})
@@ -342,7 +342,7 @@ def load_base(args, device, model=None, tokenizer=None):
     else:
         tokenizer = copy.deepcopy(tokenizer)
     add_padding(tokenizer)
-    return model.to(device, getattr(torch, args.dtype)).eval(), tokenizer
+    return model.to(device).eval(), tokenizer
 
 
 def add_padding(tokenizer):
