@@ -1028,9 +1028,8 @@ def load_task_data(args, task):
     train_items, held_out_items = tasks.load_items(task, args, args.seed, args.rollout_buffer_size)
     size = args.eval_loop or len(held_out_items)
     if args.evaluation_interval and size > len(held_out_items):
-        distributed.say(
-            f"--eval-loop {size}: the task has {len(held_out_items)} held-out items, and no more are played"
-        )
+        count = len(held_out_items)
+        distributed.say(f"--eval-loop {size}: the task has {count} held-out items, and those are taken")
     return task, optimum, train_items, [*held_out_items][:size]
 
 
