@@ -25,7 +25,7 @@ class Tracker:
             "tags": list(args.wandb_tags),
             "name": args.wandb_run_name or folder.name,
             "config": config,
-            "dir": folder,
+            "dir": folder.resolve(),
             "id": self.id,
             "resume": "allow" if self.id else None,
         }
