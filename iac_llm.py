@@ -146,9 +146,14 @@ def check_args(args):
         raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
     if args.mini_batch_size % processes:
         raise UserError(f"--mini-batch-size takes a multiple of {processes} processes, got {args.mini_batch_size}")
-    check_needs(args, {"critic_model_name_or_path": "use_separate_critic"})
-    check_needs(args, {"critic_value_head_hidden_dim": "use_separate_critic"})
-    check_needs(args, {"reward_norm_eps": "reward_normalization", "top_p": "do_sample", "top_k": "do_sample"})
+    needs = {
+        "critic_model_name_or_path": "use_separate_critic",
+        "critic_value_head_hidden_dim": "use_separate_critic",
+        "reward_norm_eps": "reward_normalization",
+        "top_p": "do_sample",
+        "top_k": "do_sample",
+    }
+    check_needs(args, needs)
     if args.value_head_hidden_dim and args.use_separate_critic:
         raise UserError("--value-head-hidden-dim has no effect with --use-separate-critic")
     if args.early_termination_threshold is not None and args.num_turns == 1:

@@ -783,14 +783,14 @@ def standardise(x, mask, eps=1e-6):
 
 def first_tokens(rollout):
     """[B, R, L] 1 on the first token of each turn."""
-    previous = pad(rollout.turn_of_token[..., :-1], (1, 0), value=-1)
-    return rollout.mask * (rollout.turn_of_token != previous)
+    previous_turn = pad(rollout.turn_of_token[..., :-1], (1, 0), value=-1)
+    return rollout.mask * (rollout.turn_of_token != previous_turn)
 
 
 def last_tokens(rollout):
     """[B, R, L] 1 on the last token of each turn."""
-    following = pad(rollout.turn_of_token[..., 1:], (0, 1), value=-1)
-    return rollout.mask * (rollout.turn_of_token != following)
+    next_turn = pad(rollout.turn_of_token[..., 1:], (0, 1), value=-1)
+    return rollout.mask * (rollout.turn_of_token != next_turn)
 
 
 def to_turns(x, rollout, reduction="sum"):

@@ -123,8 +123,8 @@ def test_a_folder_is_replaced_whole(stage, team, monkeypatch):
     monkeypatch.setattr(agents[0].tokenizer, "save_pretrained", fail)
     with pytest.raises(OSError):
         adapters.save_agents(folder, agents)
-    found = load_file(folder / "agent_0" / "actor" / "adapter_model.safetensors")
-    assert same_tensors([*saved.values()], [*found.values()])
+    tensors = load_file(folder / "agent_0" / "actor" / "adapter_model.safetensors")
+    assert same_tensors([*saved.values()], [*tensors.values()])
     assert len(adapters.check_checkpoint(folder, 2)) == 2
 
 
@@ -193,9 +193,9 @@ def test_optimizers_are_the_stages_where_the_flag_says_so(base, stage, tokenizer
     agents = make_team(base, tokenizer, load_checkpoint=str(folder), load_optimizer=True)
     for before, after in zip(old, agents):
         expected = moments_of(before)
-        found = moments_of(after)
-        assert found.keys() == expected.keys() and len(expected) == 3 * 58
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        tensors = moments_of(after)
+        assert tensors.keys() == expected.keys() and len(expected) == 3 * 58
+        assert all(torch.equal(tensors[key], expected[key]) for key in expected)
 
 
 def test_learning_rates_are_the_flags(base, stage, tokenizer):
@@ -290,9 +290,9 @@ def test_files_are_those_of_the_first_version(base, stage, tmp_path):
     write_first_version(tmp_path / "first", base, agents)
     for path in (tmp_path / "first").rglob("*.safetensors"):
         expected = load_file(path)
-        found = load_file(folder / path.relative_to(tmp_path / "first"))
-        assert expected.keys() == found.keys(), path
-        assert all(torch.equal(expected[name], found[name]) for name in expected), path
+        tensors = load_file(folder / path.relative_to(tmp_path / "first"))
+        assert expected.keys() == tensors.keys(), path
+        assert all(torch.equal(expected[name], tensors[name]) for name in expected), path
     for path in (tmp_path / "first").rglob("*.json"):
         expected = json.loads(path.read_text())
         assert json.loads((folder / path.relative_to(tmp_path / "first")).read_text()) == expected, path
@@ -378,8 +378,8 @@ def test_a_merged_policy_is_the_stages(stage, merge, other):
     agents, _ = merge(folder, **OTHERS[other])
     for before, after in zip(old, agents):
         for role, source in (("actor", "actor"), ("reference", "actor"), ("critic", "critic")):
-            found = tiny_logits(after.model, getattr(after, role))
-            assert torch.allclose(found, tiny_logits(before.model, getattr(before, source)), atol=1e-5)
+            logits = tiny_logits(after.model, getattr(after, role))
+            assert torch.allclose(logits, tiny_logits(before.model, getattr(before, source)), atol=1e-5)
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -430,8 +430,8 @@ def test_targets_are_joined_and_a_new_one_starts_at_nothing(team, merge, tmp_pat
     prefix = "base_model.model.model.layers.0.mlp.up_proj"
     assert not weights[f"{prefix}.lora_B.agent_0_actor.weight"].any()
     assert weights[f"{prefix}.lora_A.agent_0_actor.weight"].any()
-    found = tiny_logits(model, "agent_0_actor")
-    assert torch.allclose(found, tiny_logits(old[0].model, "agent_0_actor"), atol=1e-5)
+    tensors = tiny_logits(model, "agent_0_actor")
+    assert torch.allclose(tensors, tiny_logits(old[0].model, "agent_0_actor"), atol=1e-5)
 
 
 def test_another_configuration_is_refused_with_both_side_by_side(base, stage):

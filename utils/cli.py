@@ -134,7 +134,8 @@ def parse_flags(Args, argv, description, defaults):
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
-        message = re.split(r"─{8,}", re.sub(r"[╭╰][^\n]*[╮╯]|│", "", errors.getvalue()))[0]  # tyro's box, to its rule
+        text = re.sub(r"[╭╰][^\n]*[╮╯]|│", "", errors.getvalue())  # without the box that tyro draws
+        message = re.split(r"─{8,}", text)[0]  # down to its first rule
         raise UserError(one_line(message)) from None
     values = {}
     for group in groups:
