@@ -39,10 +39,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TopKLogitsWarper, TopPLogitsWarper, set_seed
 
 from utils import checkpoint, distributed, tasks
+from utils.causal_lm import check_padding, forward
 from utils.cli import UserError, check_needs, command_line, flags
 from utils.faults import Faults
 from utils.metrics import average, explained_variance, team_metrics
-from utils.models import check_model, loading, per_agent
+from utils.models import check_model, from_pretrained, loading, per_agent
 from utils.prompts import end_tokens
 from utils.run import FolderArgs, Run, run_folder
 from utils.tasks.made_text import posts
@@ -296,14 +297,16 @@ def build_optimizers(agent, args):
 def load_model(auto_class, flag, name, args, device):
     """A frozen model in eval mode, from a folder or the hub. Raises UserError, naming the flag."""
     with loading(flag, name) as path:
-        model = auto_class.from_pretrained(
+        model = from_pretrained(
+            auto_class,
             path,
             dtype=getattr(torch, args.dtype),
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
-            use_safetensors=True,  # no pickles
         )
-    return model.to(device).eval().requires_grad_(False)
+    model.to(device).eval().requires_grad_(False)
+    check_padding(model, name)
+    return model
 
 
 def load_tokenizer(name, args):
@@ -334,6 +337,7 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
                 references[name] = load_model(AutoModelForCausalLM, "--model", name, args, device)
             else:
                 references[name] = copy.deepcopy(model).to(device).eval().requires_grad_(False)
+                check_padding(references[name], "the model")
             tokenizers[name] = copy.deepcopy(tokenizer) if tokenizer else load_tokenizer(name, args)
             add_padding(tokenizers[name])
         if critic_name not in critics:
@@ -414,11 +418,6 @@ def encode(prompts, agent, max_new_tokens):
     return batch.input_ids.to(agent.actor.device), batch.attention_mask.to(agent.actor.device)
 
 
-def count_positions(attention_mask):
-    """Position ids that begin with 0 at a row's first token, left of which is padding."""
-    return (attention_mask.cumsum(1) - 1).clamp(min=0)
-
-
 def choose(logits, args, generator):
     """Next tokens [B] from logits [B, vocabulary], already divided by the temperature."""
     if not args.do_sample:
@@ -444,36 +443,26 @@ def sample_tokens(agent, rollout, rows, args, generator):
     end_ids = torch.tensor(end_tokens(actor, agent.tokenizer), device=actor.device)
     input_ids = rollout.prompt_ids[rows, 0]
     attention_mask = rollout.prompt_mask[rows, 0]
-    position_ids = count_positions(attention_mask)
     cache = None
     for t in range(args.max_new_tokens):
-        out = actor(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            output_hidden_states=agent.critic is None,
-        )
+        out = forward(actor, input_ids, attention_mask, cache, keep=1, use_cache=True, hidden=agent.critic is None)
         logits = out.logits[:, -1].float() / args.temperature
         tokens = choose(logits, args, generator)
         rollout.response_ids[rows, 0, t] = tokens
         rollout.mask[rows, 0, t] = 1.0
         rollout.logprobs[rows, 0, t] = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
         if agent.critic is None:
-            rollout.values[rows, 0, t] = read_values(agent.value_head, out.hidden_states[-1][:, -1])
+            rollout.values[rows, 0, t] = read_values(agent.value_head, out.hidden_states[:, -1])
 
         running = ~torch.isin(tokens, end_ids)
         if not running.any():
             break
-        cache = out.past_key_values
+        cache = out.cache
         if not running.all():
-            cache.batch_select_indices(running.nonzero().squeeze(1))
+            cache.reorder_cache(running.nonzero().squeeze(1))
         rows = rows[running]
         input_ids = tokens[running, None]
         attention_mask = pad(attention_mask[running], (0, 1), value=1)
-        position_ids = position_ids[running, -1:] + 1
 
 
 @torch.no_grad()
@@ -575,13 +564,7 @@ def model_inputs(rollout):
     played = rollout.played
     mask = torch.cat([rollout.prompt_mask[played], rollout.mask[played].long()], 1)
     ids = torch.cat([rollout.prompt_ids[played], rollout.response_ids[played]], 1)
-    attention_mask = mask[:, :-1]  # nothing is predicted from the last token
-    return {
-        "input_ids": ids[:, :-1],
-        "attention_mask": attention_mask,
-        "position_ids": count_positions(attention_mask),
-        "use_cache": False,
-    }
+    return {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}  # nothing is predicted from the last token
 
 
 def scatter(x, played):
@@ -595,9 +578,9 @@ def forward_policy(model, rollout, args):
     """log pi(.|h_t) of the distribution that is sampled from, [*, L, vocabulary], and last hidden states [*, L, D]."""
     L = rollout.mask.shape[-1]
     with autocast(model, args):
-        out = model(**model_inputs(rollout), logits_to_keep=L, output_hidden_states=True)
+        out = forward(model, **model_inputs(rollout), keep=L, hidden=True)
     log_pi = (out.logits.float() / args.temperature).log_softmax(-1)
-    return log_pi, out.hidden_states[-1][:, -L:]
+    return log_pi, out.hidden_states
 
 
 def take_logprobs(log_pi, rollout):
@@ -622,8 +605,8 @@ def critic_values(agent, rollout, args):
     """V(h_t) [B, T, L] of a separate critic, read at the positions whose logits predict a_t."""
     L = rollout.mask.shape[-1]
     with autocast(agent.critic, args):
-        hidden_states = agent.critic(**model_inputs(rollout)).last_hidden_state[:, -L:]
-        return scatter(read_values(agent.value_head, hidden_states), rollout.played)
+        out = forward(agent.critic, **model_inputs(rollout), keep=L)
+        return scatter(read_values(agent.value_head, out.hidden_states), rollout.played)
 
 
 @torch.no_grad()

@@ -43,11 +43,12 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from utils import adapters, distributed, tasks
+from utils.causal_lm import check_padding
 from utils.cli import UserError, check_needs, command_line, flags
 from utils.envs import EnvArgs, Games, load_env
 from utils.faults import Faults
 from utils.metrics import average, explained_variance, team_metrics
-from utils.models import check_model, loading
+from utils.models import check_model, from_pretrained, loading
 from utils.prompts import end_tokens, render, reply
 from utils.run import FolderArgs, Run, run_folder
 
@@ -327,12 +328,12 @@ def load_base(args, device, model=None, tokenizer=None):
     """The base, in eval mode, and its tokenizer: copies of `model` and `tokenizer`, or what --model names."""
     if model is None:
         with loading("--model", args.model) as path:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = from_pretrained(
+                AutoModelForCausalLM,
                 path,
                 dtype=getattr(torch, args.dtype),
                 attn_implementation=args.attn_implementation,
                 trust_remote_code=args.trust_remote_code,
-                use_safetensors=True,  # no pickles
             )
     else:
         model = copy.deepcopy(model)
@@ -342,7 +343,9 @@ def load_base(args, device, model=None, tokenizer=None):
     else:
         tokenizer = copy.deepcopy(tokenizer)
     add_padding(tokenizer)
-    return model.to(device).eval(), tokenizer
+    model.to(device).eval()
+    check_padding(model, args.model)
+    return model, tokenizer
 
 
 def add_padding(tokenizer):
@@ -520,11 +523,6 @@ def encode_prompt(prompt, tokenizer, args):
     return ids
 
 
-def count_positions(attention_mask):
-    """Position ids that begin with 0 at a row's first token, left of which is padding."""
-    return (attention_mask.cumsum(1) - 1).clamp(min=0)
-
-
 def autocast(model, args):
     """Within it forward passes run in --mixed-precision."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16")
@@ -564,10 +562,16 @@ def continue_prompts(agent, prompts, args, generator):
     input_ids = ids
     cache = None
     for t in range(args.max_output_tokens):
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
-        if args.calc_position_embeddings:
-            inputs["position_ids"] = count_positions(attention_mask)[:, -input_ids.shape[1] :]
-        out = adapters.forward(agent.model, agent.actor, **inputs, use_cache=True, logits_to_keep=1)
+        out = adapters.forward(
+            agent.model,
+            agent.actor,
+            input_ids,
+            attention_mask,
+            cache,
+            keep=1,
+            use_cache=True,
+            positions=args.calc_position_embeddings,
+        )
         logits = penalise(ids, out.logits[:, -1].float()) / args.temperature
         if t < args.min_output_tokens:
             logits[:, end_ids] = -torch.inf
@@ -578,9 +582,9 @@ def continue_prompts(agent, prompts, args, generator):
         running = ~torch.isin(tokens, end_ids)
         if not running.any():
             break
-        cache = out.past_key_values
+        cache = out.cache
         if not running.all():
-            cache.batch_select_indices(running.nonzero().squeeze(1))
+            cache.reorder_cache(running.nonzero().squeeze(1))
         rows = rows[running]
         input_ids = tokens[running, None]
         ids = torch.cat([ids[running], input_ids], 1)
@@ -697,15 +701,11 @@ def play_task(agents, task, items, args, generator, phase):
 def transcript_inputs(rollout, args):
     """What a model reads: the rows that were played, all of their tokens."""
     played = rollout.has_tokens
-    attention_mask = torch.cat([rollout.prompt_mask[played], rollout.response_mask[played]], 1)
-    inputs = {
+    return {
         "input_ids": torch.cat([rollout.prompt_ids[played], rollout.response_ids[played]], 1),
-        "attention_mask": attention_mask,
-        "use_cache": False,
+        "attention_mask": torch.cat([rollout.prompt_mask[played], rollout.response_mask[played]], 1),
+        "positions": args.calc_position_embeddings,
     }
-    if args.calc_position_embeddings:
-        inputs["position_ids"] = count_positions(attention_mask)
-    return inputs
 
 
 def scatter(x, played):
@@ -719,7 +719,7 @@ def forward_adapter(agent, adapter, rollout, args):
     """log pi(.|h), [*, L, vocabulary], before each of a transcript's L tokens, of an adapter (None: of the base)."""
     L = rollout.response_ids.shape[-1]
     with autocast(agent.model, args):
-        out = adapters.forward(agent.model, adapter, **transcript_inputs(rollout, args), logits_to_keep=L + 1)
+        out = adapters.forward(agent.model, adapter, **transcript_inputs(rollout, args), keep=L + 1)
     return (out.logits[:, :-1].float() / args.temperature).log_softmax(-1)
 
 
@@ -739,8 +739,9 @@ def critic_values(agent, rollout, args):
     """V before each of a transcript's L tokens, then V after the last: [B, R, L + 1]."""
     L = rollout.response_ids.shape[-1]
     with autocast(agent.model, args):
-        hidden_states = adapters.hidden_states(agent.model, agent.critic, **transcript_inputs(rollout, args))
-    values = agent.value_head(hidden_states[:, -L - 1 :].float()).squeeze(-1)
+        inputs = transcript_inputs(rollout, args)
+        hidden_states = adapters.hidden_states(agent.model, agent.critic, **inputs, keep=L + 1)
+    values = agent.value_head(hidden_states.float()).squeeze(-1)
     return scatter(values, rollout.has_tokens)
 
 

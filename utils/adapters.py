@@ -7,6 +7,7 @@ agent_<i>_reference. The base's weights are neither changed nor written. A run's
     agent_<i>/value_head.safetensors, base.json, the tokenizer, and optimizer.safetensors with optimizer.json
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -23,6 +24,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from utils import causal_lm
 from utils.checkpoint import (
     BASE,
     HEAD,
@@ -41,6 +43,9 @@ from utils.cli import UserError, flags, one_line
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 ROLES = ("actor", "critic", "reference")
+# In these models peft refuses adapters on layers of these names, whose weights their kernels read by themselves.
+STATE_SPACES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+REFUSED = {"conv1d", "out_proj"}
 # Fields of a LoRA configuration that say where it comes from, or how new weights start: they may differ.
 ORIGIN = "auto_mapping base_model_name_or_path inference_mode peft_type peft_version revision task_type "
 ORIGIN += "init_lora_weights loftq_config eva_config corda_config lora_ga_config megatron_config megatron_core"
@@ -66,7 +71,10 @@ def lora_config(model, args):
     """A peft.LoraConfig from the flags. Raises UserError for a target that is no linear layer of the model."""
     head = model.get_output_embeddings()
     linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, Conv1D))}
-    names = sorted({name.split(".")[-1] for name, layer in linear.items() if layer is not head})
+    names = {name.split(".")[-1] for name, layer in linear.items() if layer is not head}
+    if model.config.model_type in STATE_SPACES:
+        names -= REFUSED
+    names = sorted(names)
     for target in args.lora_target_modules:
         if not any(targeted(name, [target]) for name in linear):
             takes = f"names of linear layers ({', '.join(names)}; none: all of these)"
@@ -89,7 +97,10 @@ def add_adapters(base, config, names):
     mode, base = base.training, base.requires_grad_(False)
     references = [name for name in names if name.endswith("_reference")]
     fresh = [name for name in names if name not in references]
-    model = peft.get_peft_model(base, copy.deepcopy(config), adapter_name=fresh[0])
+    try:
+        model = peft.get_peft_model(base, copy.deepcopy(config), adapter_name=fresh[0])
+    except ValueError as error:
+        raise UserError(f"--lora-target-modules: {one_line(error)}") from error
     for name in fresh[1:]:
         model.add_adapter(name, copy.deepcopy(config))
     with torch.random.fork_rng(devices=[]):
@@ -114,24 +125,29 @@ def copy_adapter(model, source, target):
         old.copy_(new)
 
 
-def call(model, name, part, inputs):
-    """part(**inputs), a part of the base, with the adapter of that name (None: with none)."""
+@contextlib.contextmanager
+def active(model, name):
+    """Within it the base has the adapter of that name (None: none)."""
     if name is None:
         with model.disable_adapter():
-            return part(**inputs)
+            yield
+        return
     if model.active_adapter != name:
         model.set_adapter(name)
-    return part(**inputs)
+    yield
 
 
-def forward(model, name, **inputs):
-    """The base's output, with logits, under the adapter of that name (None: under none)."""
-    return call(model, name, model.get_base_model(), inputs)
+def forward(model, name, input_ids, attention_mask, cache=None, **options):
+    """As causal_lm.forward: the base's output under the adapter of that name (None: under none)."""
+    with active(model, name):
+        return causal_lm.forward(model.get_base_model(), input_ids, attention_mask, cache, **options)
 
 
-def hidden_states(model, name, **inputs):
-    """The base's last hidden states, [R, L, D], under the adapter of that name."""
-    return call(model, name, model.get_base_model().base_model, inputs).last_hidden_state
+def hidden_states(model, name, input_ids, attention_mask, **options):
+    """The base's last hidden states, [R, keep, D], under the adapter of that name."""
+    with active(model, name):
+        body = model.get_base_model().base_model
+        return causal_lm.forward(body, input_ids, attention_mask, **options).hidden_states
 
 
 def set_training(model, training):

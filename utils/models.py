@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from utils.cli import UserError, one_line
+from utils.distributed import say
 
 
 def locate(name):
@@ -53,15 +54,33 @@ def loading(flag, name):
         raise UserError(f"{flag} {name} can't be loaded: {one_line(error, 1000)}") from error
 
 
+def from_pretrained(auto_class, path, *, attn_implementation, **options):
+    """The model of a folder or of the hub, from safetensors only, in eval mode.
+
+    A model without the attention that is asked for comes with the one that it has, and that is said.
+    """
+    try:
+        return auto_class.from_pretrained(
+            path, attn_implementation=attn_implementation, use_safetensors=True, **options
+        )
+    except ValueError as error:
+        if "does not support" not in str(error) or "ttention" not in str(error):
+            raise
+    model = auto_class.from_pretrained(path, use_safetensors=True, **options)
+    its_own = model.config._attn_implementation
+    say(f"{path} has no --attn-implementation {attn_implementation}: it is loaded with {its_own}")
+    return model
+
+
 def load_model(name, flag, dtype="float32", attn_implementation="sdpa", trust_remote_code=False):
     """The causal language model of a folder or of the hub, in eval mode. Raises UserError."""
     with loading(flag, name) as path:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = from_pretrained(
+            AutoModelForCausalLM,
             path,
             dtype=getattr(torch, dtype),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
-            use_safetensors=True,  # no pickles
         )
     return model.eval().requires_grad_(False)
 

@@ -1,0 +1,92 @@
+"""Every causal language model is an agent: what a script samples with is what each sequence has alone."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ppo_llm
+import utils.run
+from benchmark import architectures
+from utils import causal_lm
+from utils.models import from_pretrained
+
+UNPADDED = {"minimax", "recurrent_gemma", "rwkv"}  # that take no padding on the left, or no cache
+
+
+@pytest.fixture(scope="module", params=architectures.ARCHITECTURES)
+def folder(request, tmp_path_factory):
+    """A folder of a random model; its name is the architecture's."""
+    path = tmp_path_factory.mktemp("models") / request.param
+    architectures.save_model(request.param, path)
+    return path
+
+
+@pytest.mark.parametrize("label", architectures.SCRIPTS)
+def test_a_script_trains_an_architecture(label, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)  # takes longer than all the rest
+    found = architectures.check_script(architectures.SCRIPTS[label], str(folder), str(tmp_path / "run"))
+    assert len(set(found["lengths"])) > 1  # rows that end at different times
+    assert found["sampled"] < 1e-4
+    assert found["recomputed"] < 1e-4
+    assert found["change"] > 1e-5
+    assert found["saved"] < 1e-5
+    assert found["recomputes"] == (folder.name in UNPADDED)
+
+
+def test_there_are_enough_of_them():
+    assert len(architectures.ARCHITECTURES) >= 35
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba", "rwkv"])
+def test_games_of_several_turns_are_one_sequence(name, tmp_path):
+    architectures.save_model(name, tmp_path)
+    args = ppo_llm.resolve_args(ppo_llm.Args(model=str(tmp_path), max_turns=3, max_output_tokens=4))
+    agent = ppo_llm.build_agents(args, torch.device("cpu"), updates=1)[0]
+    items = [{"seed": seed} for seed in range(6)]
+    rollout = ppo_llm.play([agent], Echo, items, args, torch.Generator().manual_seed(1), phase=lambda name: None)[0]
+    assert rollout.turn_of_token.max() == 2
+    logprobs = ppo_llm.compute_logprobs(agent, agent.actor, rollout, args)
+    torch.testing.assert_close(rollout.logprobs, logprobs * rollout.mask, atol=1e-4, rtol=0)
+
+
+class Echo:
+    """A game that says more and more."""
+
+    def reset(self, seed):
+        self.text = "word " * (1 + seed)
+        return self.text, {}
+
+    def step(self, answer):
+        return self.text, 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("asked", ["sdpa", "flash_attention_2"])
+def test_a_model_without_the_attention_comes_with_its_own(asked, tmp_path, capsys):
+    architectures.save_model("bloom", tmp_path)
+    model = from_pretrained(AutoModelForCausalLM, tmp_path, attn_implementation=asked, dtype=torch.float32)
+    assert model.config._attn_implementation == "eager"
+    assert capsys.readouterr().out.count(f"has no --attn-implementation {asked}: it is loaded with eager") == 1
+
+
+def test_an_attention_that_is_not_installed_is_an_error_still(tmp_path):
+    architectures.save_model("llama", tmp_path)
+    with pytest.raises(ImportError, match="FlashAttention2"):
+        from_pretrained(AutoModelForCausalLM, tmp_path, attn_implementation="flash_attention_2")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next", "rwkv", "minimax"])
+def test_padding_is_tried_in_every_data_type(name, dtype, capsys):
+    model = architectures.make_model(name).to(dtype)
+    causal_lm.check_padding(model, name)
+    assert getattr(model, "recomputes", False) == (name in UNPADDED)
+    assert (f"{name} takes no padding" in capsys.readouterr().out) == (name in UNPADDED)
+
+
+def test_a_critic_without_an_output_layer_is_tried_too():
+    body = architectures.make_model("rwkv").base_model
+    causal_lm.check_padding(body, "rwkv")
+    assert body.recomputes
+    body = architectures.make_model("qwen2").base_model
+    causal_lm.check_padding(body, "qwen2")
+    assert not hasattr(body, "recomputes")

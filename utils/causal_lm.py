@@ -1,0 +1,158 @@
+"""Causal language models of any architecture, called in one way: rows padded on both sides, a cache that drops rows.
+
+A few architectures read padding on the left as text, or have no cache for rows of different lengths. `check_padding`
+finds them by trying. Their rows are moved to the left, so that all padding is behind them, where a causal model can't
+see it; and each new token is computed from its whole row. That is slower, with the same result.
+"""
+
+import functools
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from utils.distributed import say
+
+
+@dataclass
+class Output:
+    """What a model computes at the last `keep` positions of its rows."""
+
+    logits: torch.Tensor | None  # [R, keep, vocabulary]; None: the model has no output layer
+    hidden_states: torch.Tensor | None  # [R, keep, D] of the last layer; None: they were not asked for
+    cache: Any  # its reorder_cache(rows) leaves these rows in it; None: it was not asked for
+
+
+@dataclass
+class Tokens:
+    """The cache of a model that keeps none: the tokens themselves, [R, S]."""
+
+    ids: torch.Tensor
+
+    def reorder_cache(self, rows):
+        self.ids = self.ids[rows]
+
+
+def forward(model, input_ids, attention_mask, cache=None, *, keep, use_cache=False, hidden=False, positions=True):
+    """The output of input_ids [R, S], with an attention_mask, 0 on padding, of them and of the tokens in the cache.
+
+    `keep`: so many of the last positions are computed. `hidden`: hidden states too; a model without an output layer
+    always gives them. `positions`: they are counted from a row's first token; without, from its padding.
+    """
+    if getattr(model, "recomputes", False):
+        return forward_unpadded(model, input_ids, attention_mask, cache, keep, hidden)
+    names = parameter_names(type(model))
+    options = {"attention_mask": attention_mask, "use_cache": use_cache}
+    if positions and "position_ids" in names:
+        options["position_ids"] = count_positions(attention_mask)[:, -input_ids.shape[1] :]
+    cache_name = "cache_params" if "cache_params" in names else "past_key_values"
+    if cache is not None:
+        options[cache_name] = cache
+        if cache_name == "cache_params":  # a state space has read its padding, and takes no mask any more
+            options["attention_mask"] = None
+    out = call(model, input_ids, keep, hidden, options)
+    return Output(last(out.get("logits"), keep), last(hidden_states(out), keep), out.get(cache_name))
+
+
+def forward_unpadded(model, input_ids, attention_mask, cache, keep, hidden):
+    """As `forward`, for a model that reads padding as text."""
+    ids = input_ids if cache is None else torch.cat([cache.ids, input_ids], 1)
+    order = attention_mask.argsort(dim=1, descending=True, stable=True)  # the tokens, then the padding
+    options = {"attention_mask": attention_mask.gather(1, order), "use_cache": False}
+    out = call(model, ids.gather(1, order), ids.shape[1], hidden, options)
+    positions = count_positions(attention_mask)[:, -keep:, None]
+    outputs = []
+    for x in (out.get("logits"), hidden_states(out)):
+        outputs.append(None if x is None else x.gather(1, positions.expand(-1, -1, x.shape[-1])))
+    return Output(*outputs, cache=Tokens(ids))
+
+
+def call(model, input_ids, keep, hidden, options):
+    """What transformers' model returns."""
+    if "logits_to_keep" in parameter_names(type(model)):
+        options["logits_to_keep"] = keep
+    if hidden:
+        options["output_hidden_states"] = True
+    return model(input_ids, **options)
+
+
+@functools.cache
+def parameter_names(model_class):
+    return set(inspect.signature(model_class.forward).parameters)
+
+
+def count_positions(attention_mask):
+    """Position ids that begin with 0 at a row's first token, left of which is padding."""
+    return (attention_mask.cumsum(1) - 1).clamp(min=0)
+
+
+def hidden_states(out):
+    """Those of the last layer, where a model's output has them, or None."""
+    if out.get("last_hidden_state") is not None:
+        return out["last_hidden_state"]
+    return out["hidden_states"][-1] if out.get("hidden_states") else None
+
+
+def last(x, keep):
+    return None if x is None else x[:, -keep:]
+
+
+# --- Which models take padding ----------------------------------------------------------------------------------------
+
+PROMPTS = (2, 5, 9)  # lengths that are tried, in tokens
+STEPS = 4  # tokens after a prompt
+LARGEST_ERROR = 1e-3  # on average, in standard deviations of what is right
+LARGEST_ERROR_IN_HALF_PRECISION = 0.05
+
+
+@torch.no_grad()
+def check_padding(model, name):
+    """Set model.recomputes, and say so, where the model reads padding as text or its cache does not serve such rows."""
+    longest = max(PROMPTS)
+    ids = torch.arange(3 * (longest + STEPS), device=model.device).view(3, -1)
+    ids = ids * 7 % model.config.get_text_config().vocab_size
+    mask = torch.ones_like(ids)
+    alone = []
+    for row, length in enumerate(PROMPTS):
+        mask[row, : longest - length] = 0
+        tokens = ids[row : row + 1, longest - length :]
+        alone.append(values(forward(model, tokens, torch.ones_like(tokens), keep=STEPS)))
+    try:
+        errors = padding_errors(model, ids, mask, torch.cat(alone))
+    except Exception:  # of whatever it is that the model does not do
+        errors = [math.inf]
+    largest = LARGEST_ERROR if model.dtype == torch.float32 else LARGEST_ERROR_IN_HALF_PRECISION
+    if not max(errors) <= largest:
+        model.recomputes = True
+        model.base_model.recomputes = True
+        say(f"{name} takes no padding: each new token is computed from its whole row, which is slower")
+
+
+def padding_errors(model, ids, mask, alone):
+    """How far outputs [3, STEPS, *] are from those of each row alone: in one pass, and in each step with a cache."""
+    errors = [mean_error(values(forward(model, ids, mask, keep=STEPS)), alone)]
+    rows = torch.arange(3, device=ids.device)
+    cache = None
+    start = 0
+    for t in range(STEPS):
+        end = ids.shape[1] - STEPS + 1 + t
+        out = forward(model, ids[rows, start:end], mask[rows, :end], cache, keep=1, use_cache=True)
+        if out.logits is None:  # no tokens are sampled from such a model
+            break
+        errors.append(mean_error(out.logits[:, 0], alone[rows, t]))
+        cache = out.cache
+        start = end
+        if t == 1:
+            rows = rows[[0, 2]]
+            cache.reorder_cache(rows)
+    return errors
+
+
+def values(output):
+    return output.hidden_states if output.logits is None else output.logits
+
+
+def mean_error(x, right):
+    return float((x - right).float().abs().mean() / right.float().std())
