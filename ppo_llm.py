@@ -562,16 +562,9 @@ def continue_prompts(agent, prompts, args, generator):
     input_ids = ids
     cache = None
     for t in range(args.max_output_tokens):
-        out = adapters.forward(
-            agent.model,
-            agent.actor,
-            input_ids,
-            attention_mask,
-            cache,
-            keep=1,
-            use_cache=True,
-            positions=args.calc_position_embeddings,
-        )
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "cache": cache}
+        inputs["positions"] = args.calc_position_embeddings
+        out = adapters.forward(agent.model, agent.actor, **inputs, keep=1, use_cache=True)
         logits = penalise(ids, out.logits[:, -1].float()) / args.temperature
         if t < args.min_output_tokens:
             logits[:, end_ids] = -torch.inf

@@ -65,7 +65,7 @@ def test_a_model_without_the_attention_comes_with_its_own(asked, tmp_path, capsy
     architectures.save_model("bloom", tmp_path)
     model = from_pretrained(AutoModelForCausalLM, tmp_path, attn_implementation=asked, dtype=torch.float32)
     assert model.config._attn_implementation == "eager"
-    assert capsys.readouterr().out.count(f"has no --attn-implementation {asked}: it is loaded with eager") == 1
+    assert capsys.readouterr().out.count(f"has no {asked} attention: it is loaded with eager") == 1
 
 
 def test_an_attention_that_is_not_installed_is_an_error_still(tmp_path):

@@ -87,7 +87,7 @@ def parameters(source):
     return [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
 
-SAME_IN_PPO = ("autocast", "count_positions", "gae")
+SAME_IN_PPO = ("autocast", "gae")
 
 
 @pytest.mark.parametrize("name", sorted(IPPO.keys() & PPO.keys()))

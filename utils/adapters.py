@@ -137,17 +137,16 @@ def active(model, name):
     yield
 
 
-def forward(model, name, input_ids, attention_mask, cache=None, **options):
-    """As causal_lm.forward: the base's output under the adapter of that name (None: under none)."""
+def forward(model, name, **inputs):
+    """The base's output, as causal_lm.forward gives it, under the adapter of that name (None: under none)."""
     with active(model, name):
-        return causal_lm.forward(model.get_base_model(), input_ids, attention_mask, cache, **options)
+        return causal_lm.forward(model.get_base_model(), **inputs)
 
 
-def hidden_states(model, name, input_ids, attention_mask, **options):
+def hidden_states(model, name, **inputs):
     """The base's last hidden states, [R, keep, D], under the adapter of that name."""
     with active(model, name):
-        body = model.get_base_model().base_model
-        return causal_lm.forward(body, input_ids, attention_mask, **options).hidden_states
+        return causal_lm.forward(model.get_base_model().base_model, **inputs).hidden_states
 
 
 def set_training(model, training):

@@ -35,12 +35,19 @@ class Tokens:
         self.ids = self.ids[rows]
 
 
-def forward(model, input_ids, attention_mask, cache=None, *, keep, use_cache=False, hidden=False, positions=True):
+def forward(
+    model, input_ids, attention_mask=None, cache=None, *, keep=None, use_cache=False, hidden=False, positions=True
+):
     """The output of input_ids [R, S], with an attention_mask, 0 on padding, of them and of the tokens in the cache.
 
-    `keep`: so many of the last positions are computed. `hidden`: hidden states too; a model without an output layer
-    always gives them. `positions`: they are counted from a row's first token; without, from its padding.
+    Without a mask nothing is padding. `keep`: so many of the last positions are computed; None: all. `hidden`: hidden
+    states too, which a model without an output layer always gives. `positions`: they are counted from a row's first
+    token; without, from its padding.
     """
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    if keep is None:
+        keep = input_ids.shape[1]
     if getattr(model, "recomputes", False):
         return forward_unpadded(model, input_ids, attention_mask, cache, keep, hidden)
     names = parameter_names(type(model))
@@ -75,7 +82,7 @@ def call(model, input_ids, keep, hidden, options):
         options["logits_to_keep"] = keep
     if hidden:
         options["output_hidden_states"] = True
-    return model(input_ids, **options)
+    return model(input_ids=input_ids, **options)
 
 
 @functools.cache

@@ -68,7 +68,7 @@ def from_pretrained(auto_class, path, *, attn_implementation, **options):
             raise
     model = auto_class.from_pretrained(path, use_safetensors=True, **options)
     its_own = model.config._attn_implementation
-    say(f"{path} has no --attn-implementation {attn_implementation}: it is loaded with {its_own}")
+    say(f"{path} has no {attn_implementation} attention: it is loaded with {its_own}")
     return model
 
 
