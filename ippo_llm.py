@@ -27,7 +27,7 @@ turns that were not played.
 import copy
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import datasets
@@ -40,10 +40,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TopKLog
 
 from utils import checkpoint, distributed, tasks
 from utils.causal_lm import check_padding, forward
-from utils.cli import UserError, check_needs, command_line, flags
+from utils.cli import Settings, UserError, check_needs, command_line, flags
 from utils.faults import Faults
 from utils.metrics import average, explained_variance, team_metrics
-from utils.models import check_model, from_pretrained, loading, per_agent
+from utils.models import check_model, check_settings, from_pretrained, loading, per_agent
 from utils.prompts import end_tokens
 from utils.run import FolderArgs, Run, run_folder
 from utils.tasks.made_text import posts
@@ -66,9 +66,11 @@ class ModelArgs:
     """The agents and their models."""
 
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder or hub name that agents start from: one for all, or one each
+    model_config: Settings = field(default_factory=dict)  # settings that actors are loaded with, JSON values by name
     num_agents: PositiveInt = 2  # agents in the team, each with its own copy of its model
     use_separate_critic: bool = False  # give each agent a critic model of its own, instead of a value head on its actor
     critic_model_name_or_path: tuple[str, ...] = ()  # what separate critics start from, one or one each; none: --model
+    critic_model_config: Settings = field(default_factory=dict)  # settings that separate critics are loaded with
     critic_value_head_hidden_dim: PositiveInt | None = None  # hidden units of a separate critic's head; none: linear
     value_head_hidden_dim: PositiveInt | None = None  # hidden units of the value head on an actor; none: linear
     dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the models' weights
@@ -150,6 +152,7 @@ def check_args(args):
         raise UserError(f"--mini-batch-size takes a multiple of {processes} processes, got {args.mini_batch_size}")
     needs = {
         "critic_model_name_or_path": "use_separate_critic",
+        "critic_model_config": "critic_model_name_or_path",
         "critic_value_head_hidden_dim": "use_separate_critic",
         "reward_norm_eps": "reward_normalization",
         "top_p": "do_sample",
@@ -166,10 +169,16 @@ def check_models(args, model=None):
     """Raise UserError for a model that is not to be had; `model` stands in for what --model names."""
     if model is None:
         for name in per_agent("--model", args.model, args.num_agents):
-            check_model(name, "--model", args.trust_remote_code)
+            config = check_model(name, "--model", args.trust_remote_code)
+            check_settings(args.model_config, "--model-config", name, config)
+            if "quantization_config" in args.model_config or hasattr(config, "quantization_config"):
+                raise UserError(f"--model {name}: quantized weights can't learn; ppo_llm.py takes them, under adapters")
+    elif args.model_config:
+        raise UserError("--model-config has no effect on a model that is loaded")
     if args.critic_model_name_or_path:
         for name in per_agent(CRITIC_FLAG, args.critic_model_name_or_path, args.num_agents):
-            check_model(name, CRITIC_FLAG, args.trust_remote_code)
+            config = check_model(name, CRITIC_FLAG, args.trust_remote_code)
+            check_settings(args.critic_model_config, "--critic-model-config", name, config)
 
 
 # --- The task: data, prompts, reward ----------------------------------------------------------------------------------
@@ -295,7 +304,7 @@ def build_optimizers(agent, args):
     return [torch.optim.AdamW([actor_group, critic_group], **settings)]
 
 
-def load_model(auto_class, flag, name, args, device):
+def load_model(auto_class, flag, name, settings, args, device):
     """A frozen model in eval mode, from a folder or the hub. Raises UserError, naming the flag."""
     with loading(flag, name) as path:
         model = from_pretrained(
@@ -304,6 +313,7 @@ def load_model(auto_class, flag, name, args, device):
             dtype=getattr(torch, args.dtype),
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
+            **settings,
         )
     model.to(device).eval().requires_grad_(False)
     check_padding(model, name)
@@ -335,14 +345,16 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
     for name, critic_name in zip(names, critic_names):
         if name not in references:
             if model is None:
-                references[name] = load_model(AutoModelForCausalLM, "--model", name, args, device)
+                references[name] = load_model(AutoModelForCausalLM, "--model", name, args.model_config, args, device)
             else:
                 references[name] = copy.deepcopy(model).to(device).eval().requires_grad_(False)
                 check_padding(references[name], "the model")
             tokenizers[name] = copy.deepcopy(tokenizer) if tokenizer else load_tokenizer(name, args)
             add_padding(tokenizers[name])
         if critic_name not in critics:
-            critics[critic_name] = load_model(AutoModel, CRITIC_FLAG, critic_name, args, device)
+            critics[critic_name] = load_model(
+                AutoModel, CRITIC_FLAG, critic_name, args.critic_model_config, args, device
+            )
         critic = critics[critic_name]
         if critic is not None:
             check_vocabulary(critic, critic_name, tokenizers[name])

@@ -44,11 +44,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from utils import adapters, distributed, tasks
 from utils.causal_lm import check_padding
-from utils.cli import UserError, check_needs, command_line, flags
+from utils.cli import Settings, UserError, check_needs, command_line, flags
 from utils.envs import EnvArgs, Games, load_env
 from utils.faults import Faults
 from utils.metrics import average, explained_variance, team_metrics
-from utils.models import check_model, from_pretrained, loading
+from utils.models import check_model, check_settings, from_pretrained, loading
 from utils.prompts import end_tokens, render, reply
 from utils.run import FolderArgs, Run, run_folder
 
@@ -70,6 +70,7 @@ class PolicyArgs:
     """The agents: adapters on one base."""
 
     model: str = "utils/tiny_lm"  # folder or hub name of the base, whose weights stay as they are
+    model_config: Settings = field(default_factory=dict)  # settings that the base is loaded with, JSON values by name
     num_agents: PositiveInt = 1  # agents in the team; more than one takes a --task
     use_separate_reference_adapter: bool = True  # the reference is a copy of the actor as it was; off: the base
     reference_update_interval: NonNegativeInt = 0  # passes over the training set between copies of the actor to it
@@ -153,7 +154,13 @@ def resolve_args(args, task=None, model=None):
     granularity = args.action_granularity
     if granularity == "auto":
         granularity = "turn" if max_turns > 1 else "token"
-    config = model.config if model else check_model(args.model, "--model", args.trust_remote_code)
+    if model is None:
+        config = check_model(args.model, "--model", args.trust_remote_code)
+        check_settings(args.model_config, "--model-config", args.model, config)
+    elif args.model_config:
+        raise UserError("--model-config has no effect on a model that is loaded")
+    else:
+        config = model.config
     room = getattr(config.get_text_config(), "max_position_embeddings", None) or args.max_model_len or 2**31 - 1
     args = replace(
         args,
@@ -334,6 +341,7 @@ def load_base(args, device, model=None, tokenizer=None):
                 dtype=getattr(torch, args.dtype),
                 attn_implementation=args.attn_implementation,
                 trust_remote_code=args.trust_remote_code,
+                **args.model_config,
             )
     else:
         model = copy.deepcopy(model)

@@ -58,6 +58,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), max_s
 NAMES = "tldr number nosuch nosuch.py guess grid utils/tiny_lm tests . / latest q_proj a:b : utils.envs:nothing".split()
 TEXTS = st.one_of(TEXT, st.sampled_from([*NAMES, "", "x" * 300]))
 PLACES = st.text("abcxyzäß-_ .", min_size=1, max_size=8).map(lambda name: f"made/{name}")  # to write in
+SETTINGS = "use_cache hidden_size rope_parameters revision dtype initializer_range".split()
 INTEGERS = st.one_of(st.integers(-3, 40), st.sampled_from([-(2**63), 2**31, 2**32, 2**63, 10**20]))
 FLOATS = st.one_of(st.floats(), st.floats(0, 1), st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e-300, 1e300, -1.0]))
 
@@ -75,6 +76,8 @@ def values(name, hint):
         return st.sampled_from(members) | TEXTS
     if kind is typing.Annotated:
         return values(name, members[0])
+    if kind is dict:
+        return st.dictionaries(TEXT | st.sampled_from(SETTINGS), TEXT | st.integers(-2, 70), max_size=2)
     if kind is tuple:
         return st.lists(values(name, members[0]), max_size=3).map(tuple)
     if type(None) in members:

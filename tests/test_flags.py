@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import all_parameters, make_args
+from helpers import TINY, all_parameters, make_args
 
 import iac_llm
 import ippo_llm
@@ -113,6 +113,8 @@ def one_item_twice(result):
 
 TOKENS = {"action_granularity": "token"}  # so that gamma and lambda matter within one turn
 CRITIC = {"use_separate_critic": True}
+OWN_CRITIC = CRITIC | {"critic_model_name_or_path": (TINY,)}
+ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 RAW_ADVANTAGES = {"advantage_normalization": False}
 TABLE = {  # flag: another value, other flags of both runs, what is to be seen
     "actor_learning_rate": (2e-3, {}, learned),
@@ -135,6 +137,8 @@ TABLE = {  # flag: another value, other flags of both runs, what is to be seen
     "action_granularity": (None, {}, learned),  # the other one
     "dtype": ("bfloat16", {}, becomes(torch.bfloat16, first_actor("dtype"))),
     "attn_implementation": ("eager", {}, becomes("eager", attention)),
+    "model_config": ({"rope_parameters": ROPE}, {}, sampled),
+    "critic_model_config": ({"rope_parameters": ROPE}, OWN_CRITIC, learned),
     "seed": (2, {}, sampled),
     "temperature": (0.5, {}, sampled),
     "top_p": (0.3, {}, sampled),
@@ -197,12 +201,12 @@ def test_the_table_has_every_flag(name):
     assert flags == TABLE.keys() | OWN[name].keys() | ELSEWHERE.keys() | tracking
 
 
-# Of CoMLRL's pages, both lists; `model_config` is --dtype, --attn-implementation and --mixed-precision, `wandb_config`
-# is --track and its like; the rest is given by a task or in Python.
+# Of CoMLRL's pages, both lists; `wandb_config` is --track and its like; the rest is given by a task or in Python.
 PUBLISHED = """output_dir actor_learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon
 max_grad_norm rollout_buffer_size mini_batch_size value_clip_range value_loss_coef entropy_coef advantage_normalization
 max_new_tokens temperature top_p top_k do_sample num_train_epochs per_device_train_batch_size use_separate_critic model
-critic_model_name_or_path critic_value_head_hidden_dim value_head_hidden_dim num_agents num_turns reward_norm_eps"""
+critic_model_name_or_path critic_value_head_hidden_dim value_head_hidden_dim num_agents num_turns reward_norm_eps
+model_config"""
 
 
 @pytest.mark.parametrize("name, epochs", [("ippo_llm", "ppo_epochs"), ("iac_llm", "ac_epochs")])

@@ -208,6 +208,7 @@ def layers_twice(before, after):
 
 
 NUMBER = {"task": "number", "evaluation_interval": 1}
+ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 STAGED = {"load_checkpoint": STAGE}
 # flag: (another value, other flags of both runs, what has to change)
 TABLE = {
@@ -251,6 +252,7 @@ TABLE = {
     ),
     "dtype": ("bfloat16", {}, becomes(lambda seen: seen.base.dtype, torch.bfloat16)),
     "mixed_precision": ("bf16", {}, becomes(lambda seen: ("ppo_loss", torch.bfloat16) in seen.dtypes, True)),
+    "model_config": ({"rope_parameters": ROPE}, {}, other_responses),
     "attn_implementation": ("eager", {}, becomes(lambda seen: seen.base.config._attn_implementation, "eager")),
     "gradient_checkpointing": (True, {}, both(layers_twice, same_but_for_rounding)),
     "torch_compiler": (

@@ -75,18 +75,22 @@ def test_every_task_is_in_the_table():
 def flag_rows(script, shared):
     """{flag: (default, help)} of a script: those of every script, or the others."""
     rows = {}
+    defaults = script.Args()
     for group in script.Args.__mro__[1:-1]:
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(group), flags=re.M))
         for field in dataclasses.fields(group):
             if (group in (FolderArgs, TaskArgs)) == shared:
-                rows["--" + field.name.replace("_", "-")] = (shown(field.default), comments[field.name])
+                rows["--" + field.name.replace("_", "-")] = (
+                    shown(getattr(defaults, field.name)),
+                    comments[field.name],
+                )
     return rows
 
 
 def shown(default):
     if isinstance(default, tuple):
         return " ".join(default) or "none"
-    return {"False": "off", "True": "on", "None": "none"}.get(str(default), str(default))
+    return {"False": "off", "True": "on", "None": "none", "{}": "none"}.get(str(default), str(default))
 
 
 @pytest.mark.parametrize("title", ["All scripts", "`ippo_llm.py` and `iac_llm.py`", "`ppo_llm.py`"])

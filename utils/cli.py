@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pydantic
 import tyro
@@ -90,14 +91,44 @@ def flag_name(name):
     return "--" + str(name).replace("_", "-")
 
 
+def read_settings(pairs):
+    """KEY=VALUE strings as a dict; a value is read as JSON, and where it is none, as text."""
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise ValueError(f"it takes KEY=VALUE, got {pair}")
+        try:
+            settings[key] = json.loads(value)
+        except ValueError:
+            settings[key] = value
+    return settings
+
+
+def write_settings(settings):
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
+Settings = Annotated[  # of a library: a dict of JSON values, KEY=VALUE ... on the command line
+    dict[str, pydantic.JsonValue],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[KEY=VALUE ...]",
+        instance_from_str=read_settings,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=write_settings,
+    ),
+]
+
+
 def check_needs(args, needs):
     """Raise UserError for a flag that has no effect: `needs` has, by its name, that of the flag that is to be on.
 
-    A flag counts where it is not its default; the other is off where it is None, False, 0 or ().
+    A flag counts where it is not its default; the other is off where it is None, False, 0 or empty.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    default = type(args)()
     for name, other in needs.items():
-        if getattr(args, name) != defaults[name] and not getattr(args, other):
+        if getattr(args, name) != getattr(default, name) and not getattr(args, other):
             raise UserError(f"{flag_name(name)} has no effect without {flag_name(other)}")
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from utils.cli import UserError, one_line
+from utils.cli import UserError, flag_name, one_line, write_settings
 from utils.distributed import say
 
 
@@ -24,6 +24,11 @@ def per_agent(flag, names, num_agents):
     if len(names) not in (1, num_agents):
         raise UserError(f"{flag} takes one name, or one for each of the {num_agents} agents, got {len(names)}")
     return names * num_agents if len(names) == 1 else names
+
+
+# What --model-config takes beside a configuration's own settings, and what has a flag of its own
+LOADING = ("revision", "subfolder", "variant", "quantization_config", "cache_dir", "token", "local_files_only")
+FLAGS = ("dtype", "attn_implementation", "trust_remote_code")
 
 
 def check_model(name, flag, trust_remote_code):
@@ -42,6 +47,20 @@ def check_model(name, flag, trust_remote_code):
             raise UserError(f"{message}: {reason}") from error
     with loading(flag, name) as path:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def check_settings(settings, flag, name, config):
+    """Raise UserError for settings that a model of that name, with that configuration, does not take."""
+    for key in settings:
+        if key in FLAGS:
+            raise UserError(f"{flag} {key}: it is a flag of its own, {flag_name(key)}")
+        if key not in LOADING and not hasattr(config, key):
+            takes = f"what the configuration of {name} has, or {', '.join(LOADING)}"
+            raise UserError(f"{flag} takes {takes}, got {key}")
+    try:
+        AutoConfig.from_pretrained(locate(name), **settings)
+    except Exception as error:
+        raise UserError(f"{flag} {' '.join(write_settings(settings))}: {one_line(error)}") from error
 
 
 @contextlib.contextmanager
