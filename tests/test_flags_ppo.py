@@ -252,7 +252,7 @@ TABLE = {
     ),
     "dtype": ("bfloat16", {}, becomes(lambda seen: seen.base.dtype, torch.bfloat16)),
     "mixed_precision": ("bf16", {}, becomes(lambda seen: ("ppo_loss", torch.bfloat16) in seen.dtypes, True)),
-    "model_config": ({"rope_parameters": ROPE}, {}, other_responses),
+    "model_config": ({"rope_parameters": ROPE}, {}, other_actors),
     "attn_implementation": ("eager", {}, becomes(lambda seen: seen.base.config._attn_implementation, "eager")),
     "gradient_checkpointing": (True, {}, both(layers_twice, same_but_for_rounding)),
     "torch_compiler": (
