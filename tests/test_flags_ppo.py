@@ -103,7 +103,7 @@ def baseline(tmp_path, places):
 
 
 def in_place(flags, places):
-    return {name: places.get(value, value) for name, value in flags.items()}
+    return {name: places[value] if value in [*places] else value for name, value in flags.items()}
 
 
 # --- What a flag may change -------------------------------------------------------------------------------------------
