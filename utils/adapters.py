@@ -98,7 +98,7 @@ class LoraFields:
     alpha_pattern: dict[str, PositiveFloat] = Field(default_factory=dict)
     use_rslora: bool = False
     use_dora: bool = False
-    init_lora_weights: bool | Literal["gaussian"] = True
+    init_lora_weights: Literal[True, False, "gaussian"] = True
 
     def patterns(self):
         """All that peft reads as regular expressions."""
