@@ -194,7 +194,8 @@ def test_the_base_is_saved_as_it_is_without_adapters(tokenizer, tmp_path, dtype,
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert opened.dtype == base.dtype and fingerprint(opened) == fingerprint(base)
-    assert torch.equal(tiny_logits(opened), tiny_logits(base))
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "expected").eval()
+    assert torch.equal(tiny_logits(opened), tiny_logits(alone))
     assert AutoTokenizer.from_pretrained(tmp_path / "run/base").get_vocab() == tokenizer.get_vocab()
 
 
@@ -207,13 +208,20 @@ def test_a_run_leaves_its_base_once_where_the_flag_says_so(tmp_path):
     assert not (tmp_path / "run/base").exists()
 
 
-def test_a_run_starts_from_its_own_folder_alone(tmp_path):
+def test_the_base_comes_without_optimizers_too(tmp_path):
+    _, run = train("ppo", folder=tmp_path / "run", save_base=True, save_optimizer=False)
+    assert (run.folder / "base/model.safetensors").is_file() and not optimizer_files(run.folder)
+
+
+@pytest.mark.parametrize("load_optimizer", [True, False])
+def test_a_run_starts_from_its_own_folder_alone(tmp_path, load_optimizer):
     """From the base that it saved, and its agents."""
     agents, _ = train("ppo", folder=tmp_path / "run", save_base=True)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "run/base").eval()
     assert fingerprint(opened) == fingerprint(agents[0].model) == fingerprint(small_model()[0])
-    flags = ADAPTERS | {"task": "number", "model": str(tmp_path / "run/base")}
-    args = ppo_llm.Args(load_checkpoint=str(tmp_path / "run"), output_dir=str(tmp_path / "next"), lr_actor=0.0, **flags)
-    again, _ = ppo_llm.main(args)
+    flags = ADAPTERS | {"task": "number", "model": str(tmp_path / "run/base"), "load_checkpoint": str(tmp_path / "run")}
+    flags |= {"load_optimizer": load_optimizer, "lr_actor": 0.0, "output_dir": str(tmp_path / "next")}
+    again, _ = ppo_llm.main(ppo_llm.Args(**flags))
+    assert again[0].schedules[0].last_epoch == (6 if load_optimizer else 3)
     for before, after in zip(agents, again):
         assert same_policy(after, after.actor, before, before.actor)
