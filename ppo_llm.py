@@ -1075,9 +1075,8 @@ def main(args=None, task=None, model=None, tokenizer=None):
     device = distributed.start()
     args = resolve_args(args or Args(), task, model)
     task, optimum, train_items, held_out_items = load_data(args, task)
-    folder = run_folder(
-        args, __file__, args.task or args.env, may_change=("gradient_checkpointing", "micro_batch_size_per_gpu")
-    )
+    may_change = ("gradient_checkpointing", "micro_batch_size_per_gpu", "save_optimizer", "save_base")
+    folder = run_folder(args, __file__, args.task or args.env, may_change)
     updates = args.num_train_epochs * len(train_items) // args.rollout_buffer_size
     updates_per_epoch = len(train_items) / args.rollout_buffer_size
 

@@ -128,6 +128,22 @@ def test_targets_may_be_said_in_other_words(base, tokenizer, plain, case):
     assert_policies(start(base, tokenizer, folder), logits)
 
 
+AS_THERE = {
+    "dora": {"use_dora": True},
+    "rslora and patterns": {"use_rslora": True, "rank_pattern": {"q_proj": 6}, "alpha_pattern": {r".*mlp.*": 3}},
+    "modules to save": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "a regular expression": {"target_modules": r".*layers\.1\..*_proj"},
+}
+
+
+@pytest.mark.filterwarnings("error:the LoRA configuration")
+@pytest.mark.parametrize("case", AS_THERE)
+def test_a_folders_own_configuration_is_a_lora_config(base, tokenizer, plain, case):
+    folder, logits = plain(**AS_THERE[case])
+    flags = {"lora_rank": 16, "lora_alpha": 32.0, "lora_config": f"{folder}/adapter_config.json"}
+    assert_policies(start(base, tokenizer, folder, **flags), logits)
+
+
 OTHERS = {  # fields there, flags here
     "a smaller rank": ({"r": 4}, {"lora_rank": 8}),
     "a larger rank": ({"r": 8}, {"lora_rank": 4}),

@@ -113,7 +113,7 @@ def parse_config(content, source):
     """A peft.LoraConfig from a dict of its fields. Raises UserError, which begins with `source`."""
     defaults = peft.LoraConfig().to_dict()
     takes = [field.name for field in dataclasses.fields(LoraFields)]
-    for name in defaults.keys() - {*takes, *ORIGIN.split()}:
+    for name in sorted(defaults.keys() - {*takes, *ORIGIN.split()}):
         value = content.get(name, defaults[name])
         if (value or None) != (defaults[name] or None):
             raise UserError(f"{source}: {name} takes {defaults[name]} here, got {one_line(value, 80)}")
@@ -186,7 +186,7 @@ def resolve_modules(model, config, source):
     takes = f"takes names of linear layers ({', '.join(sorted(all_linear))}; none: all of these)"
     config.target_modules = config.target_modules or all_linear
     if isinstance(config.target_modules, set):
-        for target in config.target_modules:
+        for target in sorted(config.target_modules):
             if not any(name == target or name.endswith("." + target) for name in linear):
                 raise UserError(f"{source} {takes}, and the model has no {target}")
     for saved in config.modules_to_save or []:
@@ -198,9 +198,9 @@ def resolve_modules(model, config, source):
         meant = min(targets - {*linear}, default="no layer")
         raise UserError(f"{source} {takes}, and {in_words(config.target_modules)} means {meant}")
     config.target_modules = set()
-    for name in targets:
-        others = [other for other in linear if last_name(other) == last_name(name)]
-        config.target_modules.add(last_name(name) if targets.issuperset(others) else name)
+    for last in {last_name(name) for name in targets}:
+        layers = {name for name in linear if last_name(name) == last}
+        config.target_modules |= {last} if layers <= targets else layers & targets
     config.exclude_modules = None
     config.layers_to_transform = None
     config.layers_pattern = None
@@ -377,13 +377,14 @@ def check_checkpoint(args):
 
 
 def find_agents(folder, num_agents):
+    """The folder of each of num_agents agents in a run's folder, or in a plain peft folder. Raises UserError."""
     if is_plain(folder):
         return [folder] * num_agents
     paths = []
-    while (folder / f"agent_{len(paths)}").is_dir():
+    while os.path.isdir(folder / f"agent_{len(paths)}"):
         paths.append(folder / f"agent_{len(paths)}")
     if not paths:
-        reason = "it has no agent_0" if folder.is_dir() else "there is no such folder"
+        reason = "it has no agent_0" if os.path.isdir(folder) else "there is no such folder"
         takes = f"a folder with agent_0 and so on in it, or a peft folder, with {CONFIG}"
         raise UserError(f"--load-checkpoint takes {takes}, got {folder}: {reason}")
     if len(paths) != num_agents:
@@ -403,7 +404,7 @@ def check_files(path, folder):
 
 def is_plain(path):
     """Whether a folder is an adapter in peft's format itself."""
-    return (path / CONFIG).is_file()
+    return os.path.isfile(path / CONFIG)  # False too for what can be no name
 
 
 def adapter_folder(path, role):
