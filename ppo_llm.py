@@ -197,10 +197,12 @@ def check_args(args):
     check_order(args, "max_output_tokens", "max_model_len")
     check_needs(args, {"dataset": "task", "early_termination_threshold": "task"})
     check_needs(args, {"load_optimizer": "load_checkpoint", "merge_lora_configs": "load_checkpoint"})
+    check_needs(args, {"keep_reference": "load_checkpoint", "fresh_critic": "load_checkpoint"})
+    check_needs(args, {"keep_reference": "use_separate_reference_adapter"})
+    check_needs(args, {"keep_reference": "beta"})
     check_needs(args, {"reference_update_interval": "use_separate_reference_adapter"})
     check_needs(args, {"reference_update_interval": "beta"})
-    if args.load_checkpoint:
-        adapters.check_checkpoint(args.load_checkpoint, args.num_agents)
+    adapters.check_lora_args(args)
 
 
 def check_order(args, lower, upper):
@@ -319,16 +321,23 @@ class Agent:
         actor_group = {"params": adapters.parameters(model, self.actor), "lr": args.lr_actor}
         critic_group = {"params": critic_parameters, "lr": args.lr_critic}
         self.optimizers = [torch.optim.AdamW([actor_group, critic_group], weight_decay=0.0)]
-        self.schedules = [build_schedule(self.optimizers[0], updates, args)]
+        self.schedules = [build_schedule(self.optimizers[0], updates, adapters.updates_before(args), args)]
         self.faults = Faults("--micro-batch-size-per-gpu", "--lr-actor")
 
 
-def build_schedule(optimizer, updates, args):
-    """Learning rates that rise over the first --warmup-proportion of the updates, then follow a cosine down to 0."""
-    warmup = round(args.warmup_proportion * updates)
+def build_schedule(optimizer, updates, updates_before, args):
+    """Learning rates that rise over the first --warmup-proportion of the updates, then follow a cosine down to 0.
+
+    The updates of an earlier run count: the schedule is one of both runs together, and goes on where the first ended.
+    """
+    total = updates_before + updates
+    warmup = round(args.warmup_proportion * total)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    last = updates_before - 1
     if args.cosine_lr_schedule:
-        return transformers.get_cosine_schedule_with_warmup(optimizer, warmup, updates)
-    return transformers.get_constant_schedule_with_warmup(optimizer, warmup)
+        return transformers.get_cosine_schedule_with_warmup(optimizer, warmup, total, last_epoch=last)
+    return transformers.get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=last)
 
 
 def load_base(args, device, model=None, tokenizer=None):
@@ -371,7 +380,7 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
     if args.use_separate_reference_adapter:
         roles.append("reference")
     names = [f"agent_{i}_{role}" for i in range(args.num_agents) for role in roles]
-    config = adapters.build_config(base, args.num_agents, args)
+    config = adapters.build_config(base, args)
     model = adapters.add_adapters(base, config, names)
     agents = [Agent(i, model, tokenizer, updates, args) for i in range(args.num_agents)]
     if args.load_checkpoint:
@@ -1043,12 +1052,13 @@ def evaluate(agents, task, items, args):
 
 def build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum):
     """The run's folder, with what it is to keep and to restore."""
+    save = functools.partial(adapters.save_agents, with_optimizer=args.save_optimizer, with_base=args.save_base)
     return Run(
         folder,
         args,
         script=__file__,
         agents=agents,
-        save=adapters.save_agents,
+        save=save,
         load=adapters.load_agents,
         generator=generator,
         updates=updates,
@@ -1067,9 +1077,8 @@ def main(args=None, task=None, model=None, tokenizer=None):
     device = distributed.start()
     args = resolve_args(args or Args(), task, model)
     task, optimum, train_items, held_out_items = load_data(args, task)
-    folder = run_folder(
-        args, __file__, args.task or args.env, may_change=("gradient_checkpointing", "micro_batch_size_per_gpu")
-    )
+    may_change = ("gradient_checkpointing", "micro_batch_size_per_gpu", "save_optimizer", "save_base")
+    folder = run_folder(args, __file__, args.task or args.env, may_change)
     updates = args.num_train_epochs * len(train_items) // args.rollout_buffer_size
     updates_per_epoch = len(train_items) / args.rollout_buffer_size
 

@@ -189,6 +189,16 @@ def randomise_adapters(model, scale=0.1, seed=2):
     return model
 
 
+def change_adapters(model, scale=0.2, seed=4):
+    """Let all that adapters have be as if it had learned, but for A: B, DoRA's magnitudes, modules_to_save."""
+    generator = seeded(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in (".lora_B.", ".lora_magnitude_vector.", ".modules_to_save.")):
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
 def make_transcript(lengths, turn, generator):
     """A transcript of random tokens: prompt, response, observation, response ..., the first of them in that turn."""
     pieces = [torch.randint(5, 768, (length,), generator=generator).tolist() for length in lengths]

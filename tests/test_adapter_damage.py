@@ -89,9 +89,15 @@ DAMAGES = [
     (CONFIG, empty, "adapter_config.json can't be read as JSON"),
     (CONFIG, make_a_list, r"adapter_config.json is to hold a JSON object, and holds \[1\]"),
     (CONFIG, write({"peft_type": "IA3"}), "is no LoRA configuration: peft_type is IA3"),
-    (CONFIG, write({"r": "four"}), "is no LoRA configuration: r is four"),
-    (CONFIG, write({"target_modules": "q.*"}), r"is no LoRA configuration: target_modules is q"),
-    (CONFIG, write({"alpha_pattern": {"q_proj": 3}}), "adapter_config.json has the alpha_pattern"),
+    (CONFIG, write({"r": "four"}), "adapter_config.json: r: Input should be a valid integer, .*got four"),
+    (CONFIG, write({"r": None}), "is no LoRA configuration: r is None"),
+    (CONFIG, write({"target_modules": "q.*"}), r"takes names of linear layers .*, and q\.\* means no layer"),
+    (CONFIG, write({"target_modules": "q.*("}), r"adapter_config.json: q\.\*\( is no regular expression: "),
+    (CONFIG, write({"target_modules": "model"}), r"takes names of linear layers .*, and model means model"),
+    (CONFIG, write({"modules_to_save": ["head_of"]}), "modules_to_save takes names of modules, .* has no head_of"),
+    (CONFIG, write({"alpha_pattern": {"q_proj": -3}}), "adapter_config.json: alpha_pattern: Input should be greater"),
+    (CONFIG, write({"bias": "all"}), "adapter_config.json: bias takes none here, got all"),
+    (CONFIG, write({"init_lora_weights": "pissa"}), "adapter_config.json: init_lora_weights: .*gaussian.*, got pissa"),
     (ACTOR, cut, "agent_1/actor/adapter_model.safetensors is no whole safetensors file"),
     (ACTOR, empty, "adapter_model.safetensors is no whole safetensors file"),
     (CRITIC, garble, "critic/adapter_model.safetensors is no whole safetensors file"),
@@ -122,15 +128,9 @@ def test_a_damaged_stage_is_refused(base, tokenizer, stage, file, damage, messag
     assert refusal(base, tokenizer, stage, merge_lora_configs=merging).match(message)
 
 
-def test_a_stage_of_another_kind_of_lora_is_refused(base, tokenizer, stage):
+def test_a_stage_of_dora_is_refused_without_dora(base, tokenizer, stage):
     write({"use_dora": True})(stage / "agent_1" / CONFIG)
-    assert refusal(base, tokenizer, stage).match("use_dora True there, False here")
-
-
-def test_a_stage_of_another_kind_of_lora_is_merged_with_a_warning(base, tokenizer, stage):
-    write({"use_dora": True})(stage / "agent_1" / CONFIG)
-    with pytest.warns(UserWarning, match="use_dora True there, False here"):
-        make_team(base, tokenizer, load_checkpoint=str(stage), merge_lora_configs=True)
+    assert refusal(base, tokenizer, stage).match(".*agent_1/actor/.* has use_dora, and takes a --lora-config")
 
 
 @pytest.mark.parametrize("file, damage, message", DAMAGES[-8:], ids=name_of)
@@ -143,18 +143,18 @@ def test_a_damaged_checkpoint_is_refused(base, tokenizer, stage, file, damage, m
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(UserError, match="got .*nowhere: there is no such folder"):
-        adapters.check_checkpoint(tmp_path / "nowhere", 2)
+        adapters.find_agents(tmp_path / "nowhere", 2)
 
 
 def test_a_folder_without_agents_is_refused(stage):
     with pytest.raises(UserError, match="it has no agent_0"):
-        adapters.check_checkpoint(stage / "agent_0", 2)
+        adapters.find_agents(stage / "agent_0", 2)
 
 
 @pytest.mark.parametrize("num_agents", [1, 3])
 def test_a_stage_of_another_number_of_agents_is_refused(stage, num_agents):
     with pytest.raises(UserError, match=f"has 2 agents, and the team has {num_agents}"):
-        adapters.check_checkpoint(stage, num_agents)
+        adapters.find_agents(stage, num_agents)
 
 
 @pytest.mark.parametrize(

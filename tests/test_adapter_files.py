@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -125,7 +124,7 @@ def test_a_folder_is_replaced_whole(stage, team, monkeypatch):
         adapters.save_agents(folder, agents)
     tensors = load_file(folder / "agent_0" / "actor" / "adapter_model.safetensors")
     assert same_tensors([*saved.values()], [*tensors.values()])
-    assert len(adapters.check_checkpoint(folder, 2)) == 2
+    assert len(adapters.find_agents(folder, 2)) == 2
 
 
 # --- A checkpoint -----------------------------------------------------------------------------------------------------
@@ -260,7 +259,7 @@ def write_first_version(folder, base, agents):
         moments = agent.optimizers[0].state_dict()["state"]
         tensors = {f"{k}.{name}": x for k, each in moments.items() for name, x in each.items()}
         save_file(tensors, path / "optimizer.safetensors")
-        (path / "optimizer.json").write_text('{"groups": [28, 30]}')
+        (path / "optimizer.json").write_text('{"groups": [28, 30]}')  # today with the number of updates
         fingerprint = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 48}
         fingerprint["sha256"] = adapters.fingerprint(base)["sha256"]
         (path / "base.json").write_text(json.dumps({"base": "some/base", "fingerprint": fingerprint}))
@@ -295,7 +294,9 @@ def test_files_are_those_of_the_first_version(base, stage, tmp_path):
         assert all(torch.equal(expected[name], tensors[name]) for name in expected), path
     for path in (tmp_path / "first").rglob("*.json"):
         expected = json.loads(path.read_text())
-        assert json.loads((folder / path.relative_to(tmp_path / "first")).read_text()) == expected, path
+        content = json.loads((folder / path.relative_to(tmp_path / "first")).read_text())
+        assert {name: content[name] for name in expected} == expected, path
+        assert content.keys() - expected.keys() == ({"updates"} if path.name == "optimizer.json" else set())
 
 
 # --- An optimiser that does not fit -----------------------------------------------------------------------------------
@@ -438,24 +439,24 @@ def test_another_configuration_is_refused_with_both_side_by_side(base, stage):
     args = make_team_args(base, lora_rank=8, lora_alpha=2.0, lora_target_modules=("q_proj",))
     args.load_checkpoint = str(stage[0])
     with pytest.raises(UserError) as error:
-        adapters.build_config(base, 2, args)
+        adapters.build_config(base, args)
     message = str(error.value)
     for words in ("r 4 there, 8 here", "lora_alpha 8.0 there, 2.0 here", "v_proj there, q_proj here"):
         assert words in message
     assert "--merge-lora-configs" in message and "\n" not in message
 
 
-def test_agents_of_another_configuration_refuse_a_stage(base, stage, tokenizer):
+def test_agents_of_another_rank_refuse_a_stage(base, stage, tokenizer):
     agents = make_team(base, tokenizer, lora_rank=8)
-    args = SimpleNamespace(load_checkpoint=str(stage[0]), merge_lora_configs=False, load_optimizer=False)
-    with pytest.raises(UserError, match="r 4 there, 8 here"):
+    args = make_team_args(base, load_checkpoint=str(stage[0]))
+    with pytest.raises(UserError, match=r"does not fit: .*lora_A.* is \[4, 32\] there, \[8, 32\] here"):
         adapters.load_stage(agents, args)
 
 
 @pytest.mark.filterwarnings("error")
 def test_the_same_configuration_says_nothing(base, stage):
     args = make_team_args(base, load_checkpoint=str(stage[0]))
-    config = adapters.build_config(base, 2, args)
+    config = adapters.build_config(base, args)
     assert config.to_dict() == adapters.lora_config(base, args).to_dict()
 
 
@@ -463,4 +464,4 @@ def test_there_is_no_optimizer_for_merged_ranks(base, stage):
     flags = {"lora_rank": 8, "merge_lora_configs": True, "load_optimizer": True}
     args = make_team_args(base, load_checkpoint=str(stage[0]), **flags)
     with pytest.raises(UserError, match="--load-optimizer takes the LoRA configuration of .*: r 4 there, 8 here"):
-        adapters.build_config(base, 2, args)
+        adapters.build_config(base, args)

@@ -137,6 +137,14 @@ FLAGS = {
     ),
     "--load-optimizer": "--load-optimizer has no effect without --load-checkpoint",
     "--merge-lora-configs": "--merge-lora-configs has no effect without --load-checkpoint",
+    "--keep-reference": "--keep-reference has no effect without --load-checkpoint",
+    "--fresh-critic": "--fresh-critic has no effect without --load-checkpoint",
+    "--keep-reference --load-checkpoint x --beta 0": "--keep-reference has no effect without --beta",
+    "--keep-reference --load-checkpoint x --no-use-separate-reference-adapter": (
+        "--keep-reference has no effect without --use-separate-reference-adapter"
+    ),
+    "--lora-config gone.json": "--lora-config: gone.json can't be read as JSON: .*No such file",
+    "--lora-config gone.json --lora-rank 8": "--lora-config takes the place of --lora-rank; give one of the two",
     "--lora-target-modules q_proj nothing": rf"names of linear layers \({LAYERS}; .*the model has no nothing",
     "--load-checkpoint gone": "--load-checkpoint takes a folder with agent_0 .* got gone: there is no such folder",
     "--load-checkpoint .": "--load-checkpoint takes a folder with agent_0 .*: it has no agent_0",

@@ -36,6 +36,7 @@ PLAYS = {"sample"}
 READS = {"compute_values", "compute_logprobs"}
 LEARNS = {"ppo_loss", "value_loss"}
 STAGE = "<a run>"  # these are made once, by `places`
+LORA = "<a file of a LoRA configuration>"
 MODEL = "<another model>"
 DATA = "<a file of items>"
 RUNS = {}  # that several tests look at
@@ -86,7 +87,9 @@ def places(tmp_path_factory, tokenizer):
     RUNS[STAGE] = train(folder / "run", lr_actor=0.05, cosine_lr_schedule=False)
     (folder / "items.jsonl").write_text("\n".join([json.dumps({"share": 0.5})] * 40))
     model = make_model(folder / "model", tokenizer)
-    return {STAGE: str(folder / "run"), MODEL: model, DATA: str(folder / "items.jsonl")}
+    (folder / "lora.json").write_text(json.dumps({"r": 4, "use_dora": True}))
+    files = {DATA: str(folder / "items.jsonl"), LORA: str(folder / "lora.json")}
+    return {STAGE: str(folder / "run"), MODEL: model, **files}
 
 
 @pytest.fixture
@@ -226,6 +229,10 @@ TABLE = {
     "keep_checkpoints": (1, {"save_interval": 1}, becomes(lambda seen: "update_000001" in files(seen), False)),
     "load_checkpoint": (STAGE, {"lr_actor": 0.0}, becomes(lambda seen: same_weights(RUNS[STAGE], seen), True)),
     "load_optimizer": (True, STAGED, both(other_actors, other_critics, becomes(steps, {8}))),
+    "keep_reference": (True, STAGED, becomes(lambda seen: abs(metric("kl")(seen)) < 1e-5, False)),
+    "fresh_critic": (True, STAGED, both(other_critics, same_first_responses)),
+    "save_optimizer": (False, {}, becomes(lambda seen: (seen.folder / "agent_0/optimizer.json").exists(), False)),
+    "save_base": (True, {}, becomes(lambda seen: "base" in files(seen), True)),
     # the agents
     "model": (MODEL, {}, becomes(lambda seen: seen.agents[0].value_head.in_features, 32)),
     "num_agents": (2, NUMBER, becomes(lambda seen: (len(seen.agents), "agent_1" in files(seen)), (2, True))),
@@ -237,6 +244,11 @@ TABLE = {
     ),
     "lora_dropout": (0.5, {}, both(other_actors, other_critics, same_first_responses)),
     "lora_target_modules": (("q_proj",), {}, becomes(targets, {"q_proj"})),
+    "lora_config": (
+        LORA,
+        {"lora_rank": 16, "lora_alpha": 32.0},
+        becomes(lambda seen: projection(seen).use_dora["agent_0_actor"], True),
+    ),
     "use_separate_reference_adapter": (  # the base, from which the stage is far
         False,
         STAGED,

@@ -209,7 +209,7 @@ def fingerprint(model):
     """
     sha256 = hashlib.sha256()
     for name, weight in sorted(model.named_parameters(), key=lambda item: plain(item[0])):
-        if ".lora_" not in name:
+        if not is_of_adapter(name):
             sample = weight.detach().flatten()[:: math.ceil(weight.numel() / 65536)].to("cpu", torch.bfloat16)
             sha256.update(plain(name).encode() + sample.view(torch.int16).numpy().tobytes())
     config = model.config.get_text_config()
@@ -217,9 +217,14 @@ def fingerprint(model):
     return {"model_type": config.model_type, **shape, "sha256": sha256.hexdigest()}
 
 
+def is_of_adapter(name):
+    """Whether a parameter of that name is an adapter's, a module that it has a copy of included."""
+    return ".lora_" in name or ".modules_to_save." in name
+
+
 def plain(name):
     """A parameter's name in the base without adapters."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def save_tensors(tensors, path):
@@ -248,14 +253,17 @@ def check_shapes(path, tensors, shapes):
             raise UserError(f"{path} does not fit: {differing}")
 
 
-def save_optimizer(folder, optimizer, name="optimizer"):
-    """Write the moments and steps of an AdamW optimizer as <name>.safetensors, the sizes of its groups beside them."""
+def save_optimizer(folder, optimizer, name="optimizer", **counts):
+    """Write the moments and steps of an AdamW optimizer as <name>.safetensors, the sizes of its groups beside them.
+
+    `counts`, numbers by name, stand beside the sizes.
+    """
     tensors = {}
     for k, moments in optimizer.state_dict()["state"].items():
         for moment, x in moments.items():
             tensors[f"{k}.{moment}"] = x
     save_tensors(tensors, folder / f"{name}.safetensors")
-    (folder / f"{name}.json").write_text(json.dumps({"groups": group_sizes(optimizer)}))
+    (folder / f"{name}.json").write_text(json.dumps({"groups": group_sizes(optimizer), **counts}))
 
 
 def load_optimizer(folder, optimizer, name="optimizer"):

@@ -62,10 +62,12 @@ def main(args):
     head = base.get_output_embeddings()
     if isinstance(head, BaseTunerLayer) and head.weight is base.get_input_embeddings().weight:
         head.get_base_layer().weight = nn.Parameter(head.weight.clone())  # merged, it differs from the embeddings
-        base.config.tie_word_embeddings = False
+    merged = model.merge_and_unload()
+    if merged.get_output_embeddings().weight is not merged.get_input_embeddings().weight:
+        merged.config.tie_word_embeddings = False
     aside = out.with_name(out.name + ".writing")
     shutil.rmtree(aside, ignore_errors=True)
-    model.merge_and_unload().save_pretrained(aside)
+    merged.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     os.replace(aside, out)
     print(f"wrote {out}: {name} with the adapter of {agent}")

@@ -98,7 +98,7 @@ def check_same_flags(folder, args, may_change, may_grow):
 
 def outputs(folder):
     """What an earlier run left in a folder."""
-    names = ["config.json", "metrics.csv", "samples.jsonl", "curves.png", "checkpoints", "agent_[0-9]*"]
+    names = ["config.json", "metrics.csv", "samples.jsonl", "curves.png", "checkpoints", "agent_[0-9]*", "base"]
     return [path for name in names for path in folder.glob(name)]
 
 
@@ -211,7 +211,7 @@ class Run:
         for agent, faults in zip(self.agents, state["agents"], strict=True):
             agent.faults.load_state_dict(faults)
             for schedule in agent.schedules:
-                schedule.last_epoch = self.step - 1
+                schedule.last_epoch += self.step - 1  # it stands where the run began
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # that no optimiser has made a step yet
                     schedule.step()
