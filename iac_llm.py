@@ -25,6 +25,7 @@ turns that were not played.
 """
 
 import copy
+import math
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ class TrainingArgs:
 
     seed: NonNegativeInt = 1  # seed of everything random: the same seed gives the same run
     num_train_epochs: PositiveInt = 3  # passes over the training set
+    max_steps: PositiveInt | None = None  # joint samples after which the run ends, in whole updates; none: no such end
     eval_interval: NonNegativeInt = 12  # updates between evaluations on the held-out items; 0: never
 
 
@@ -815,6 +817,14 @@ def describe_update(batch, history):
 # --- main: sample, score, learn, log ----------------------------------------------------------------------------------
 
 
+def count_updates(num_items, args):
+    """The updates of the run: those of its epochs, or, where these are fewer, those of --max-steps."""
+    updates = args.num_train_epochs * num_items * args.num_generations // args.rollout_buffer_size
+    if args.max_steps:
+        updates = min(updates, math.ceil(args.max_steps / args.rollout_buffer_size))
+    return updates
+
+
 def build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum):
     """The run's folder, with what it is to keep and to restore."""
     return Run(
@@ -863,7 +873,7 @@ def main(args=None, task=None, model=None, tokenizer=None):
     folder = run_folder(args, __file__, args.task)
     items_per_update = args.rollout_buffer_size // args.num_generations
     train_items, held_out_items = tasks.load_items(task, args, args.seed, items_per_update)
-    updates = args.num_train_epochs * len(train_items) // items_per_update
+    updates = count_updates(len(train_items), args)
     updates_per_epoch = len(train_items) / items_per_update
     optimum = task.optimum(args.num_agents, args.num_turns) if hasattr(task, "optimum") else None
 
@@ -871,7 +881,7 @@ def main(args=None, task=None, model=None, tokenizer=None):
     agents = build_agents(args, device, updates, model, tokenizer)
     generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * rank)
     with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
-        data = tasks.batches(train_items, items_per_update, args.num_train_epochs, args.seed, run.step)
+        data = tasks.batches(train_items, items_per_update, args.num_train_epochs, args.seed, run.step, updates)
         for step, items in run.updates(data):
             # 1. Every agent answers; the team is scored, turn by turn.
             items = [item for item in items[rank::processes] for _ in range(args.num_generations)]

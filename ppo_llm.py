@@ -60,6 +60,7 @@ class TrainingArgs:
 
     seed: NonNegativeInt = 1  # seed of everything random: the same seed gives the same run
     num_train_epochs: PositiveInt = 3  # passes over the training set
+    max_steps: PositiveInt | None = None  # joint samples after which the run ends, in whole updates; none: no such end
     evaluation_interval: NonNegativeInt = 25  # updates between evaluations; 0: never
     eval_loop: PositiveInt | None = None  # held-out episodes in an evaluation; none: 256 games, all items of a task
 
@@ -1057,6 +1058,14 @@ def build_run(args, folder, agents, generator, updates, updates_per_epoch, optim
     )
 
 
+def count_updates(num_items, args):
+    """The updates of the run: those of its epochs, or, where these are fewer, those of --max-steps."""
+    updates = args.num_train_epochs * num_items // args.rollout_buffer_size
+    if args.max_steps:
+        updates = min(updates, math.ceil(args.max_steps / args.rollout_buffer_size))
+    return updates
+
+
 def main(args=None, task=None, model=None, tokenizer=None):
     """Train an agent or a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
@@ -1068,14 +1077,15 @@ def main(args=None, task=None, model=None, tokenizer=None):
     folder = run_folder(
         args, __file__, args.task or args.env, may_change=("gradient_checkpointing", "micro_batch_size_per_gpu")
     )
-    updates = args.num_train_epochs * len(train_items) // args.rollout_buffer_size
+    updates = count_updates(len(train_items), args)
     updates_per_epoch = len(train_items) / args.rollout_buffer_size
 
     set_seed(args.seed)
     agents = build_agents(args, device, updates, model, tokenizer)
     generator = torch.Generator(device).manual_seed(args.seed)
     with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
-        data = tasks.batches(train_items, args.rollout_buffer_size, args.num_train_epochs, args.seed, run.step)
+        size = args.rollout_buffer_size
+        data = tasks.batches(train_items, size, args.num_train_epochs, args.seed, run.step, updates)
         for step, items in run.updates(data):
             # 1. Every agent plays, and the environment or the task scores.
             rollouts = play(agents, task, items, args, generator, run.phase)

@@ -56,6 +56,14 @@ def pair(tmp_path_factory):
     return train(tmp_path_factory.mktemp("pair") / "run", ppo_llm, **flags)
 
 
+def test_a_run_that_max_steps_ended_is_finished(tmp_path):
+    run = train(tmp_path / "run", ippo_llm, task="number", max_new_tokens=4, train_size=24, max_steps=9)
+    assert len(enjoy.show(run, items=2)) == 2
+    set_flags(tmp_path / "run", max_steps=17)
+    with pytest.raises(UserError, match="run is not finished: 2 of 3 updates are done"):
+        enjoy.show(run)
+
+
 @pytest.fixture
 def copied(unlearned, tmp_path):
     return shutil.copytree(unlearned, tmp_path / "copied")

@@ -144,6 +144,7 @@ TABLE = {  # flag: another value, other flags of both runs, what is to be seen
     "num_generations": (4, {}, becomes(True, one_item_twice)),
     "rollout_buffer_size": (4, {}, becomes(4, num_updates)),
     "num_train_epochs": (2, {}, becomes(4, num_updates)),
+    "max_steps": (7, {}, becomes(1, num_updates)),
     "train_size": (24, {}, becomes(3, num_updates)),
     "max_new_tokens": (1, {}, becomes(1.0, column("agent_0/response_length"))),
     "per_device_train_batch_size": (2, {}, becomes(4, lambda result: result.most_rows)),  # 8 and 2; mini-batches have 4

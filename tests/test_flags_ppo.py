@@ -221,6 +221,7 @@ TABLE = {
     "evaluation_interval": (1, {"eval_loop": 2}, becomes(lambda seen: metric("fitness")(seen) is None, False)),
     "eval_loop": (3, NUMBER, becomes(lambda seen: seen.held_out[0], 3)),
     "num_train_epochs": (2, {}, updates(4)),
+    "max_steps": (7, {}, updates(1)),
     "save_interval": (1, {}, becomes(lambda seen: "update_000001" in files(seen), True)),
     "keep_checkpoints": (1, {"save_interval": 1}, becomes(lambda seen: "update_000001" in files(seen), False)),
     "load_checkpoint": (STAGE, {"lr_actor": 0.0}, becomes(lambda seen: same_weights(RUNS[STAGE], seen), True)),

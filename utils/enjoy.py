@@ -12,6 +12,7 @@ import contextlib
 import html
 import io
 import itertools
+import math
 import os
 import shlex
 import shutil
@@ -66,6 +67,7 @@ ABSENT = {
     "max_model_len": None,
     "early_termination_threshold": None,
     "reward_timeout": None,
+    "max_steps": None,
 }
 
 
@@ -122,6 +124,8 @@ def read_run(run):
         command = Path(config["command"][0]).name
         rows = read_rows(path.parent / "metrics.csv")
         updates = int(values["num_train_epochs"] * len(rows) / rows[-1]["epoch"] + 1e-3) if rows else 1
+        if rows and values["max_steps"]:
+            updates = min(updates, math.ceil(values["max_steps"] * len(rows) / rows[-1]["global_step"]))
     except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{run} has no config.json and metrics.csv that can be read: {one_line(error)}") from error
     missing = [i for i in range(values["num_agents"]) if not (path.parent / f"agent_{i}").is_dir()]

@@ -212,23 +212,25 @@ def split_rows(splits, eval_size, seed):
     return rows.select(range(end)), rows.select(range(end, len(rows))).shuffle(seed=seed)
 
 
-def batches(items, size, epochs, seed, skip=0):
-    """Lists of `size` items, in a new random order each epoch, all but the first `skip` lists.
+def batches(items, size, epochs, seed, skip=0, end=None):
+    """Lists of `size` items, in a new random order each epoch, from list number `skip` up to `end`, or to the last.
 
     Items that do not fill a list at the end of an epoch open the first one of the next; those of the last epoch are
     left out, and it is said how many.
     """
+    last = epochs * len(items) // size
     left_out = epochs * len(items) % size
-    if left_out:
+    end = last if end is None else end
+    if left_out and end == last:
         say(f"the last {left_out} items of the last epoch are left out: an update takes {size}")
     rng = random.Random(seed)
     order = []
+    number = 0
     for _ in range(epochs):
         order += rng.sample(range(len(items)), len(items))
         whole = len(order) // size
         for k in range(whole):
-            if skip > 0:
-                skip -= 1
-            else:
+            if skip <= number < end:
                 yield [items[index] for index in order[k * size : (k + 1) * size]]
+            number += 1
         order = order[whole * size :]
