@@ -164,13 +164,17 @@ def check_args(args):
 
 
 def check_models(args, model=None):
-    """Raise UserError for a model that is not to be had; `model` stands in for what --model names."""
-    if model is None:
-        for name in per_agent("--model", args.model, args.num_agents):
-            check_model(name, "--model", args.trust_remote_code)
+    """The configuration of each agent's model; `model` stands in for what --model names.
+
+    Raises UserError for a model that is not to be had.
+    """
     if args.critic_model_name_or_path:
         for name in per_agent(CRITIC_FLAG, args.critic_model_name_or_path, args.num_agents):
             check_model(name, CRITIC_FLAG, args.trust_remote_code)
+    if model is not None:
+        return [model.config] * args.num_agents
+    names = per_agent("--model", args.model, args.num_agents)
+    return [check_model(name, "--model", args.trust_remote_code) for name in names]
 
 
 # --- The task: data, prompts, reward ----------------------------------------------------------------------------------
@@ -353,6 +357,13 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
     return agents
 
 
+def prompt_readers(args, configs, tokenizer=None):
+    """Of each agent its tokenizer, and the most tokens of a prompt, or None. Raises UserError."""
+    names = per_agent("--model", args.model, args.num_agents)
+    tokenizers = {name: tokenizer or load_tokenizer(name, args) for name in names}
+    return [(tokenizers[name], prompt_limit(config, args)) for name, config in zip(names, configs)]
+
+
 def check_vocabulary(critic, name, tokenizer):
     """Raise UserError where a critic does not know all tokens of the actor it judges."""
     size = critic.config.get_text_config().vocab_size
@@ -406,14 +417,31 @@ class Rollout:
         )
 
 
-def encode(prompts, agent, max_new_tokens):
-    """Token ids and mask of B prompts, each [B, P]. Raises UserError where no room is left for a response."""
-    batch = agent.tokenizer(prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
-    length = batch.input_ids.shape[1]
-    room = getattr(agent.actor.config.get_text_config(), "max_position_embeddings", None)
-    if room and length + max_new_tokens > room:
-        sizes = f"--max-new-tokens {max_new_tokens} after a prompt of {length}"
+def check_length(length, config, args):
+    """Raise UserError for a prompt of so many tokens that is too long for the flags, or for the model."""
+    if args.max_prompt_length and length > args.max_prompt_length:
+        raise UserError(f"a prompt of {length} tokens exceeds --max-prompt-length {args.max_prompt_length}")
+    room = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if room and length + args.max_new_tokens > room:
+        sizes = f"--max-new-tokens {args.max_new_tokens} after a prompt of {length}"
         raise UserError(f"{sizes} exceeds the model's {room} positions")
+
+
+def prompt_limit(config, args):
+    """The most tokens of a prompt, or None. Raises UserError where the model has no room for so many."""
+    check_length(args.max_prompt_length or 1, config, args)
+    room = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return args.max_prompt_length or (room and room - args.max_new_tokens)
+
+
+def encode(prompts, agent, args):
+    """Token ids and mask of B prompts, each [B, P], left-padded. Raises UserError where one is too long."""
+    ids = agent.tokenizer(prompts, add_special_tokens=False).input_ids
+    if args.long_prompts == "truncate":
+        most = prompt_limit(agent.actor.config, args)
+        ids = [tasks.truncate(row, most, agent.tokenizer) for row in ids]
+    check_length(max(len(row) for row in ids), agent.actor.config, args)
+    batch = agent.tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
     return batch.input_ids.to(agent.actor.device), batch.attention_mask.to(agent.actor.device)
 
 
@@ -483,7 +511,7 @@ def sample_tokens(agent, rollout, rows, args, generator):
 def sample(agent, prompts, args, generator):
     """Let an agent answer B prompts, strings: a rollout of one turn, without rewards. Raises UserError."""
     B = len(prompts)
-    prompt_ids, prompt_mask = encode(prompts, agent, args.max_new_tokens)
+    prompt_ids, prompt_mask = encode(prompts, agent, args)
     blank = torch.zeros(B, 1, args.max_new_tokens, device=prompt_ids.device)
     rollout = Rollout(
         prompt_ids=prompt_ids[:, None],
@@ -872,11 +900,13 @@ def main(args=None, task=None, model=None, tokenizer=None):
     rank = distributed.rank()
     processes = distributed.world_size()
     check_args(args)
-    check_models(args, model)
+    configs = check_models(args, model)
     task = tasks.load_task(task or args.task or sys.modules[__name__], args.num_agents, args.num_turns)
     folder = run_folder(args, __file__, args.task)
     items_per_update = args.rollout_buffer_size // args.num_generations
-    train_items, held_out_items = tasks.load_items(task, args, args.seed, items_per_update)
+    data = tasks.load_items(task, args, args.seed, items_per_update)
+    readers = prompt_readers(args, configs, tokenizer)
+    train_items, held_out_items = tasks.fit_prompts(task, args, readers, items_per_update, *data)
     updates = count_updates(len(train_items), args)
     updates_per_epoch = len(train_items) / items_per_update
     optimum = task.optimum(args.num_agents, args.num_turns) if hasattr(task, "optimum") else None

@@ -64,6 +64,14 @@ def test_a_run_that_max_steps_ended_is_finished(tmp_path):
         enjoy.show(run)
 
 
+@pytest.mark.parametrize("long_prompts, shown", [("drop", 4), ("truncate", 5)])
+def test_long_prompts_are_shown_as_the_run_took_them(tmp_path, long_prompts, shown):
+    """Of the five held-out items of seed 1 one has a prompt of more than 85 tokens."""
+    flags = {"max_prompt_length": 85, "train_size": 16, "max_new_tokens": 4, "eval_size": 5, "task": "tldr"}
+    run = train(tmp_path / "run", ippo_llm, long_prompts=long_prompts, **flags)
+    assert len(enjoy.show(run, items=5)) == shown
+
+
 @pytest.fixture
 def copied(unlearned, tmp_path):
     return shutil.copytree(unlearned, tmp_path / "copied")

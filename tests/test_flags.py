@@ -169,6 +169,8 @@ ELSEWHERE = {  # and the tests that change them
     "output_dir": "every test here",
     "overwrite": "test_run.py",
     "dataset": "test_task_runs.py",
+    "max_prompt_length": "test_long_prompts.py",
+    "long_prompts": "test_long_prompts.py",
     "mixed_precision": "test_precision.py",
     "trust_remote_code": "passed on to transformers",
     "resume": "test_resume.py",

@@ -208,6 +208,7 @@ def layers_twice(before, after):
 
 
 NUMBER = {"task": "number", "evaluation_interval": 1}
+TLDR = {"task": "tldr", "max_turns": 1}
 STAGED = {"load_checkpoint": STAGE}
 # flag: (another value, other flags of both runs, what has to change)
 TABLE = {
@@ -217,6 +218,8 @@ TABLE = {
     "task": ("number", {}, becomes(lambda seen: [*first_item(seen)], ["share"])),
     "dataset": (DATA, NUMBER, becomes(first_item, {"share": 0.5})),
     "train_size": (24, {}, updates(3)),
+    "max_prompt_length": (77, TLDR, updates(1)),  # eight of the 16 items have longer ones
+    "long_prompts": ("truncate", TLDR | {"max_prompt_length": 77}, becomes(lambda seen: len(seen.rows), 2)),
     "eval_size": (2, NUMBER, becomes(lambda seen: seen.held_out[0], 2)),
     "evaluation_interval": (1, {"eval_loop": 2}, becomes(lambda seen: metric("fitness")(seen) is None, False)),
     "eval_loop": (3, NUMBER, becomes(lambda seen: seen.held_out[0], 3)),

@@ -29,6 +29,7 @@ import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import datasets
 from pydantic import PositiveFloat, PositiveInt
@@ -37,8 +38,9 @@ from utils.cli import TaskError, UserError, flags, one_line
 from utils.distributed import say
 from utils.tasks import questions
 from utils.tasks.episodes import Episodes, formatters_of
+from utils.tasks.lengths import fit_prompts, take, truncate
 
-__all__ = ["Episodes", "TaskArgs", "batches", "extra_metrics", "load_items", "load_task"]
+__all__ = ["Episodes", "TaskArgs", "batches", "extra_metrics", "fit_prompts", "load_items", "load_task", "truncate"]
 BUILT_IN = ("arxiv", "code", "number", "reasoning", "tldr")
 NEEDED = ("formatters", "reward_func")
 DATA = ("train_dataset", "eval_dataset", "named_dataset", "item_of")
@@ -59,6 +61,8 @@ class TaskArgs:
     dataset: str | None = None  # data in place of the task's own: a hub dataset's name, a folder, or a .jsonl file
     train_size: PositiveInt | None = None  # items to train on; none: all of --dataset, or 1536 of a task's own
     eval_size: PositiveInt = 64  # held-out items
+    max_prompt_length: PositiveInt | None = None  # most tokens of a prompt; none: all that the model has room for
+    long_prompts: Literal["drop", "truncate"] = "drop"  # leave items with longer ones out, or cut them on the left
     reward_timeout: PositiveFloat | None = None  # seconds a call of reward_func, reset or step may take; none: any time
 
 
@@ -218,8 +222,7 @@ def use_rows(task, name, rows, size, source):
     columns = getattr(task, "columns", ())
     if rows and not set(columns) <= set(there):
         raise UserError(f"{source} has the columns {', '.join(there)}; {name} reads {', '.join(columns)}")
-    numbers = range(min(size or len(rows), len(rows)))
-    rows = rows.select(numbers) if isinstance(rows, datasets.Dataset) else [rows[k] for k in numbers]
+    rows = take(rows, range(min(size or len(rows), len(rows))))
     if not hasattr(task, "item_of"):
         return rows
     try:
