@@ -44,7 +44,7 @@ from utils.cli import UserError, check_needs, command_line, flags
 from utils.faults import Faults
 from utils.metrics import average, explained_variance, team_metrics
 from utils.models import check_model, loading, per_agent
-from utils.prompts import end_tokens
+from utils.prompts import end_tokens, render
 from utils.run import FolderArgs, Run, run_folder
 from utils.tasks.made_text import posts
 from utils.tasks.words import STOPWORDS, TRANSITIONS
@@ -534,6 +534,13 @@ def sample(agent, prompts, args, generator):
     return rollout.select(torch.arange(B))
 
 
+def act(agent, prompts, args, generator=None):
+    """An agent's responses, B strings, to B prompts, strings or chats. Raises UserError."""
+    texts = [render(prompt, agent.tokenizer) for prompt in prompts]
+    rollout = sample(agent, texts, args, generator)
+    return [turns[0] for turns in rollout.responses]
+
+
 def join(turns, rows, B, T):
     """One agent's rollouts of single turns as one of B episodes; `rows` has the episodes that played in each turn."""
     tensors = {}
@@ -890,10 +897,11 @@ def evaluate(agents, task, items, args):
     return sum(rewards.unbind(1)).mean() * (len(own_items) * processes / len(items))
 
 
-def main(args=None, task=None, model=None, tokenizer=None):
+def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    `task` (any object with a task's names), `model` (loaded; it is copied) and `tokenizer` replace what the flags name.
+    `task` (any object with a task's names), `model` (loaded; it is copied) and `tokenizer` replace what the flags name;
+    `train_dataset` and `eval_dataset`, rows of a datasets.Dataset or a list of dicts, replace the task's own.
     """
     args = args or Args()
     device = distributed.start()
@@ -904,7 +912,7 @@ def main(args=None, task=None, model=None, tokenizer=None):
     task = tasks.load_task(task or args.task or sys.modules[__name__], args.num_agents, args.num_turns)
     folder = run_folder(args, __file__, args.task)
     items_per_update = args.rollout_buffer_size // args.num_generations
-    data = tasks.load_items(task, args, args.seed, items_per_update)
+    data = tasks.load_items(task, args, args.seed, items_per_update, train_dataset, eval_dataset)
     readers = prompt_readers(args, configs, tokenizer)
     train_items, held_out_items = tasks.fit_prompts(task, args, readers, items_per_update, *data)
     updates = count_updates(len(train_items), args)

@@ -623,6 +623,17 @@ def sample(agent, prompts, args, generator):
     return response_ids, logprobs, texts
 
 
+def act(agent, prompts, args, generator=None):
+    """An agent's responses, B strings, to B prompts, strings or chats; with no generator those of the likeliest tokens.
+
+    `args` are those of a Run, with what depends on others filled in. Raises UserError.
+    """
+    texts = [render(prompt, agent.tokenizer) for prompt in prompts]
+    prompt_ids = [encode_prompt(text, agent.tokenizer, args) for text in texts]
+    _, _, responses = sample(agent, prompt_ids, args, generator)
+    return responses
+
+
 def play(agents, task, items, args, generator, phase):
     """Play an episode of each of B items, turn by turn: every agent answers, the team is scored. N rollouts.
 

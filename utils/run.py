@@ -464,7 +464,7 @@ class Run:
             self.lock.close()
 
     def how_to_go_on(self):
-        return f"go on with: python {Path(sys.argv[0]).name} --resume {self.folder}"
+        return f"go on with: python {Path(self.script).name} --resume {self.folder}"
 
     def outcome(self):
         """The reward at first and in the end, and the best that there is, where the task knows it, in a line."""
