@@ -72,7 +72,8 @@ def find(env, label):
     """The module of an environment, and the name there of what makes it. Raises UserError."""
     names = ("make", "Env")
     if callable(env):
-        module = SimpleNamespace(make=env)
+        names = (getattr(env, "__name__", "make"),)
+        module = SimpleNamespace(**{names[0]: env})
     elif not isinstance(env, str):
         module = env
     elif env.endswith(".py"):
