@@ -25,6 +25,7 @@ turns that were not played.
 """
 
 import copy
+import math
 import re
 import sys
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,7 @@ from utils.cli import Settings, UserError, check_needs, command_line, flags
 from utils.faults import Faults
 from utils.metrics import average, explained_variance, team_metrics
 from utils.models import check_model, check_settings, from_pretrained, loading, per_agent
-from utils.prompts import end_tokens
+from utils.prompts import end_tokens, render
 from utils.run import FolderArgs, Run, run_folder
 from utils.tasks.made_text import posts
 from utils.tasks.words import STOPWORDS, TRANSITIONS
@@ -58,6 +59,7 @@ class TrainingArgs:
 
     seed: NonNegativeInt = 1  # seed of everything random: the same seed gives the same run
     num_train_epochs: PositiveInt = 3  # passes over the training set
+    max_steps: PositiveInt | None = None  # joint samples after which the run ends, in whole updates; none: no such end
     eval_interval: NonNegativeInt = 12  # updates between evaluations on the held-out items; 0: never
 
 
@@ -165,19 +167,26 @@ def check_args(args):
 
 
 def check_models(args, model=None):
-    """Raise UserError for a model that is not to be had; `model` stands in for what --model names."""
-    if model is None:
-        for name in per_agent("--model", args.model, args.num_agents):
-            config = check_model(name, "--model", args.trust_remote_code)
-            check_settings(args.model_config, "--model-config", name, config)
-            if "quantization_config" in args.model_config or hasattr(config, "quantization_config"):
-                raise UserError(f"--model {name}: quantized weights can't learn; ppo_llm.py takes them, under adapters")
-    elif args.model_config:
-        raise UserError("--model-config has no effect on a model that is loaded")
+    """The configuration of each agent's model; `model` stands in for what --model names.
+
+    Raises UserError for a model that is not to be had.
+    """
     if args.critic_model_name_or_path:
         for name in per_agent(CRITIC_FLAG, args.critic_model_name_or_path, args.num_agents):
             config = check_model(name, CRITIC_FLAG, args.trust_remote_code)
             check_settings(args.critic_model_config, "--critic-model-config", name, config)
+    if model is not None:
+        if args.model_config:
+            raise UserError("--model-config has no effect on a model that is loaded")
+        return [model.config] * args.num_agents
+    configs = []
+    for name in per_agent("--model", args.model, args.num_agents):
+        config = check_model(name, "--model", args.trust_remote_code)
+        check_settings(args.model_config, "--model-config", name, config)
+        if "quantization_config" in args.model_config or hasattr(config, "quantization_config"):
+            raise UserError(f"--model {name}: quantized weights can't learn; ppo_llm.py takes them, under adapters")
+        configs.append(config)
+    return configs
 
 
 # --- The task: data, prompts, reward ----------------------------------------------------------------------------------
@@ -366,6 +375,13 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
     return agents
 
 
+def prompt_readers(args, configs, tokenizer=None):
+    """Of each agent its tokenizer, and the most tokens of a prompt, or None. Raises UserError."""
+    names = per_agent("--model", args.model, args.num_agents)
+    tokenizers = {name: tokenizer or load_tokenizer(name, args) for name in names}
+    return [(tokenizers[name], prompt_limit(config, args)) for name, config in zip(names, configs)]
+
+
 def check_vocabulary(critic, name, tokenizer):
     """Raise UserError where a critic does not know all tokens of the actor it judges."""
     size = critic.config.get_text_config().vocab_size
@@ -419,14 +435,31 @@ class Rollout:
         )
 
 
-def encode(prompts, agent, max_new_tokens):
-    """Token ids and mask of B prompts, each [B, P]. Raises UserError where no room is left for a response."""
-    batch = agent.tokenizer(prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
-    length = batch.input_ids.shape[1]
-    room = getattr(agent.actor.config.get_text_config(), "max_position_embeddings", None)
-    if room and length + max_new_tokens > room:
-        sizes = f"--max-new-tokens {max_new_tokens} after a prompt of {length}"
+def check_length(length, config, args):
+    """Raise UserError for a prompt of so many tokens that is too long for the flags, or for the model."""
+    if args.max_prompt_length and length > args.max_prompt_length:
+        raise UserError(f"a prompt of {length} tokens exceeds --max-prompt-length {args.max_prompt_length}")
+    room = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if room and length + args.max_new_tokens > room:
+        sizes = f"--max-new-tokens {args.max_new_tokens} after a prompt of {length}"
         raise UserError(f"{sizes} exceeds the model's {room} positions")
+
+
+def prompt_limit(config, args):
+    """The most tokens of a prompt, or None. Raises UserError where the model has no room for so many."""
+    check_length(args.max_prompt_length or 1, config, args)
+    room = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return args.max_prompt_length or (room and room - args.max_new_tokens)
+
+
+def encode(prompts, agent, args):
+    """Token ids and mask of B prompts, each [B, P], left-padded. Raises UserError where one is too long."""
+    ids = agent.tokenizer(prompts, add_special_tokens=False).input_ids
+    if args.long_prompts == "truncate":
+        most = prompt_limit(agent.actor.config, args)
+        ids = [tasks.truncate(row, most, agent.tokenizer) for row in ids]
+    check_length(max(len(row) for row in ids), agent.actor.config, args)
+    batch = agent.tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
     return batch.input_ids.to(agent.actor.device), batch.attention_mask.to(agent.actor.device)
 
 
@@ -481,7 +514,7 @@ def sample_tokens(agent, rollout, rows, args, generator):
 def sample(agent, prompts, args, generator):
     """Let an agent answer B prompts, strings: a rollout of one turn, without rewards. Raises UserError."""
     B = len(prompts)
-    prompt_ids, prompt_mask = encode(prompts, agent, args.max_new_tokens)
+    prompt_ids, prompt_mask = encode(prompts, agent, args)
     blank = torch.zeros(B, 1, args.max_new_tokens, device=prompt_ids.device)
     rollout = Rollout(
         prompt_ids=prompt_ids[:, None],
@@ -502,6 +535,13 @@ def sample(agent, prompts, args, generator):
     texts = agent.tokenizer.batch_decode(rollout.response_ids[:, 0], skip_special_tokens=True)
     rollout.responses = [[text] for text in texts]
     return rollout.select(torch.arange(B))
+
+
+def act(agent, prompts, args, generator=None):
+    """An agent's responses, B strings, to B prompts, strings or chats. Raises UserError."""
+    texts = [render(prompt, agent.tokenizer) for prompt in prompts]
+    rollout = sample(agent, texts, args, generator)
+    return [turns[0] for turns in rollout.responses]
 
 
 def join(turns, rows, B, T):
@@ -810,6 +850,14 @@ def describe_update(batch, history):
 # --- main: sample, score, learn, log ----------------------------------------------------------------------------------
 
 
+def count_updates(num_items, args):
+    """The updates of the run: those of its epochs, or, where these are fewer, those of --max-steps."""
+    updates = args.num_train_epochs * num_items * args.num_generations // args.rollout_buffer_size
+    if args.max_steps:
+        updates = min(updates, math.ceil(args.max_steps / args.rollout_buffer_size))
+    return updates
+
+
 def build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum):
     """The run's folder, with what it is to keep and to restore."""
     return Run(
@@ -843,22 +891,25 @@ def evaluate(agents, task, items, args):
     return sum(rewards.unbind(1)).mean() * (len(own_items) * processes / len(items))
 
 
-def main(args=None, task=None, model=None, tokenizer=None):
+def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    `task` (any object with a task's names), `model` (loaded; it is copied) and `tokenizer` replace what the flags name.
+    `task` (any object with a task's names), `model` (loaded; it is copied) and `tokenizer` replace what the flags name;
+    `train_dataset` and `eval_dataset`, rows of a datasets.Dataset or a list of dicts, replace the task's own.
     """
     args = args or Args()
     device = distributed.start()
     rank = distributed.rank()
     processes = distributed.world_size()
     check_args(args)
-    check_models(args, model)
+    configs = check_models(args, model)
     task = tasks.load_task(task or args.task or sys.modules[__name__], args.num_agents, args.num_turns)
     folder = run_folder(args, __file__, args.task)
     items_per_update = args.rollout_buffer_size // args.num_generations
-    train_items, held_out_items = tasks.load_items(task, args, args.seed, items_per_update)
-    updates = args.num_train_epochs * len(train_items) // items_per_update
+    data = tasks.load_items(task, args, args.seed, items_per_update, train_dataset, eval_dataset)
+    readers = prompt_readers(args, configs, tokenizer)
+    train_items, held_out_items = tasks.fit_prompts(task, args, readers, items_per_update, *data)
+    updates = count_updates(len(train_items), args)
     updates_per_epoch = len(train_items) / items_per_update
     optimum = task.optimum(args.num_agents, args.num_turns) if hasattr(task, "optimum") else None
 
@@ -866,7 +917,7 @@ def main(args=None, task=None, model=None, tokenizer=None):
     agents = build_agents(args, device, updates, model, tokenizer)
     generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * rank)
     with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
-        data = tasks.batches(train_items, items_per_update, args.num_train_epochs, args.seed, run.step)
+        data = tasks.batches(train_items, items_per_update, args.num_train_epochs, args.seed, run.step, updates)
         for step, items in run.updates(data):
             # 1. Every agent answers; the team is scored, turn by turn.
             items = [item for item in items[rank::processes] for _ in range(args.num_generations)]

@@ -61,6 +61,7 @@ class TrainingArgs:
 
     seed: NonNegativeInt = 1  # seed of everything random: the same seed gives the same run
     num_train_epochs: PositiveInt = 3  # passes over the training set
+    max_steps: PositiveInt | None = None  # joint samples after which the run ends, in whole updates; none: no such end
     evaluation_interval: NonNegativeInt = 25  # updates between evaluations; 0: never
     eval_loop: PositiveInt | None = None  # held-out episodes in an evaluation; none: 256 games, all items of a task
 
@@ -146,10 +147,15 @@ class Args(
     """All flags."""
 
 
-def resolve_args(args, task=None, model=None):
+NO_LIMIT = 2**31 - 1  # of --max-model-len, for a model without one
+
+
+def resolve_args(args, task=None, model=None, env=None):
     """The flags with what depends on others filled in. Raises UserError for flags that do not go together."""
     if task is not None and args.task is None:
         args = replace(args, task=getattr(task, "__name__", "task"))
+    if env is not None and args.env is None:
+        args = replace(args, env=getattr(env, "__name__", "env"))
     max_turns = args.max_turns or (1 if args.task else 6)
     granularity = args.action_granularity
     if granularity == "auto":
@@ -161,7 +167,7 @@ def resolve_args(args, task=None, model=None):
         raise UserError("--model-config has no effect on a model that is loaded")
     else:
         config = model.config
-    room = getattr(config.get_text_config(), "max_position_embeddings", None) or args.max_model_len or 2**31 - 1
+    room = getattr(config.get_text_config(), "max_position_embeddings", None) or args.max_model_len or NO_LIMIT
     args = replace(
         args,
         max_turns=max_turns,
@@ -172,6 +178,8 @@ def resolve_args(args, task=None, model=None):
         lr_critic=args.lr_actor if args.lr_critic is None else args.lr_critic,
         micro_batch_size_per_gpu=args.micro_batch_size_per_gpu or args.batch_size,
     )
+    if args.task and args.max_prompt_length is None and args.max_model_len < NO_LIMIT:
+        args = replace(args, max_prompt_length=max(1, args.max_model_len - args.max_output_tokens))
     check_args(args)
     return args
 
@@ -195,7 +203,11 @@ def check_args(args):
         raise UserError("--early-termination-threshold takes several turns (--max-turns)")
     check_order(args, "min_output_tokens", "max_output_tokens")
     check_order(args, "max_output_tokens", "max_model_len")
+    if args.max_prompt_length and args.max_prompt_length + args.max_output_tokens > args.max_model_len:
+        room = f"--max-model-len {args.max_model_len} less --max-output-tokens {args.max_output_tokens}"
+        raise UserError(f"--max-prompt-length takes at most {room}, got {args.max_prompt_length}")
     check_needs(args, {"dataset": "task", "early_termination_threshold": "task"})
+    check_needs(args, {"max_prompt_length": "task", "long_prompts": "task"})
     check_needs(args, {"load_optimizer": "load_checkpoint", "merge_lora_configs": "load_checkpoint"})
     check_needs(args, {"keep_reference": "load_checkpoint", "fresh_critic": "load_checkpoint"})
     check_needs(args, {"keep_reference": "use_separate_reference_adapter"})
@@ -354,15 +366,17 @@ def load_base(args, device, model=None, tokenizer=None):
             )
     else:
         model = copy.deepcopy(model)
-    if tokenizer is None:
-        with loading("--model", args.model) as path:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-    else:
-        tokenizer = copy.deepcopy(tokenizer)
+    tokenizer = copy.deepcopy(tokenizer) if tokenizer else load_tokenizer(args.model, args)
     add_padding(tokenizer)
     model.to(device).eval()
     check_padding(model, args.model)
     return model, tokenizer
+
+
+def load_tokenizer(name, args):
+    """A model's tokenizer. Raises UserError."""
+    with loading("--model", name) as path:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
 
 
 def add_padding(tokenizer):
@@ -530,13 +544,17 @@ def write_row(rollout, b, r, transcript):
 
 
 def encode_prompt(prompt, tokenizer, args):
-    """Token ids of a prompt, a string. Raises UserError where no room is left for a response."""
+    """Token ids of a prompt, a string. Raises UserError where it has none, or too many."""
     ids = tokenizer(prompt, add_special_tokens=False).input_ids
     if not ids:
         raise UserError(f"a prompt has no tokens: {prompt!r}")
+    if args.long_prompts == "truncate":
+        ids = tasks.truncate(ids, args.max_prompt_length, tokenizer)
     if len(ids) + args.max_output_tokens > args.max_model_len:
         sizes = f"--max-output-tokens {args.max_output_tokens} after a prompt of {len(ids)}"
         raise UserError(f"{sizes} exceeds --max-model-len {args.max_model_len}")
+    if args.max_prompt_length and len(ids) > args.max_prompt_length:
+        raise UserError(f"a prompt of {len(ids)} tokens exceeds --max-prompt-length {args.max_prompt_length}")
     return ids
 
 
@@ -617,6 +635,17 @@ def sample(agent, prompts, args, generator):
                 logprobs.append(row_logprobs[sampled].tolist())
     texts = agent.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     return response_ids, logprobs, texts
+
+
+def act(agent, prompts, args, generator=None):
+    """An agent's responses, B strings, to B prompts, strings or chats; with no generator those of the likeliest tokens.
+
+    `args` are those of a Run, with what depends on others filled in. Raises UserError.
+    """
+    texts = [render(prompt, agent.tokenizer) for prompt in prompts]
+    prompt_ids = [encode_prompt(text, agent.tokenizer, args) for text in texts]
+    _, _, responses = sample(agent, prompt_ids, args, generator)
+    return responses
 
 
 def play(agents, task, items, args, generator, phase):
@@ -1021,22 +1050,24 @@ def update_reference(agent, step, num_items, args):
 # --- main: sample, score, learn, log ----------------------------------------------------------------------------------
 
 
-def load_data(args, task):
-    """A task, or a function that makes an environment; its optimum (or None); items to train on and to hold out."""
-    if args.task:
-        return load_task_data(args, task)
-    make_environment, optimum = load_env(args.env or sys.modules[__name__], args.max_turns)
+def load_env_data(args, env, train_dataset, eval_dataset):
+    """A function that makes an environment, its optimum (or None), and items to train on and to hold out: seeds."""
+    if train_dataset is not None or eval_dataset is not None:
+        raise UserError("train_dataset= and eval_dataset= are the data of a task; give task= or --task")
+    make_environment, optimum = load_env(env or args.env or sys.modules[__name__], args.max_turns)
     first = 1_000_000 * args.seed
     train_items = [{"seed": first + k} for k in range(args.train_size)]
     held_out_items = [{"seed": first + 500_000 + k} for k in range(args.eval_loop or 256)]
     return make_environment, optimum, train_items, held_out_items
 
 
-def load_task_data(args, task):
+def load_task_data(args, task, tokenizer, train_dataset, eval_dataset):
     """A task, its optimum (or None), and items to train on and to hold out."""
     task = tasks.load_task(task or args.task, args.num_agents, args.max_turns)
     optimum = task.optimum(args.num_agents, args.max_turns) if hasattr(task, "optimum") else None
-    train_items, held_out_items = tasks.load_items(task, args, args.seed, args.rollout_buffer_size)
+    data = tasks.load_items(task, args, args.seed, args.rollout_buffer_size, train_dataset, eval_dataset)
+    readers = [(tokenizer or load_tokenizer(args.model, args), args.max_prompt_length)] * args.num_agents
+    train_items, held_out_items = tasks.fit_prompts(task, args, readers, args.rollout_buffer_size, *data)
     size = args.eval_loop or len(held_out_items)
     if args.evaluation_interval and size > len(held_out_items):
         count = len(held_out_items)
@@ -1069,24 +1100,39 @@ def build_run(args, folder, agents, generator, updates, updates_per_epoch, optim
     )
 
 
-def main(args=None, task=None, model=None, tokenizer=None):
+def count_updates(num_items, args):
+    """The updates of the run: those of its epochs, or, where these are fewer, those of --max-steps."""
+    updates = args.num_train_epochs * num_items // args.rollout_buffer_size
+    if args.max_steps:
+        updates = min(updates, math.ceil(args.max_steps / args.rollout_buffer_size))
+    return updates
+
+
+def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None, env=None):
     """Train an agent or a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    `task` (any object with a task's names), `model` (loaded; it is copied) and `tokenizer` replace what the flags name.
+    `task` (any object with a task's names), `model` (loaded; it is copied), `tokenizer` and `env` (a class, a function
+    that makes an environment, or a module with one) replace what the flags name; `train_dataset` and `eval_dataset`,
+    rows of a datasets.Dataset or a list of dicts, replace the task's own.
     """
     device = distributed.start()
-    args = resolve_args(args or Args(), task, model)
-    task, optimum, train_items, held_out_items = load_data(args, task)
+    args = resolve_args(args or Args(), task, model, env)
+    if args.task:
+        data = load_task_data(args, task, tokenizer, train_dataset, eval_dataset)
+    else:
+        data = load_env_data(args, env, train_dataset, eval_dataset)
+    task, optimum, train_items, held_out_items = data
     may_change = ("gradient_checkpointing", "micro_batch_size_per_gpu", "save_optimizer", "save_base")
     folder = run_folder(args, __file__, args.task or args.env, may_change)
-    updates = args.num_train_epochs * len(train_items) // args.rollout_buffer_size
+    updates = count_updates(len(train_items), args)
     updates_per_epoch = len(train_items) / args.rollout_buffer_size
 
     set_seed(args.seed)
     agents = build_agents(args, device, updates, model, tokenizer)
     generator = torch.Generator(device).manual_seed(args.seed)
     with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
-        data = tasks.batches(train_items, args.rollout_buffer_size, args.num_train_epochs, args.seed, run.step)
+        size = args.rollout_buffer_size
+        data = tasks.batches(train_items, size, args.num_train_epochs, args.seed, run.step, updates)
         for step, items in run.updates(data):
             # 1. Every agent plays, and the environment or the task scores.
             rollouts = play(agents, task, items, args, generator, run.phase)

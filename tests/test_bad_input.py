@@ -44,6 +44,8 @@ BAD_FLAGS = {
     "--num-turns 2": "the task in .*_llm.py has no external_transition, which 2 turns take",
     "--num-turns 2 --task tldr": "--task tldr has no external_transition, which 2 turns take",
     "--num-generations 3": "--rollout-buffer-size takes a multiple of generations x processes, 3, got (64|32)",
+    "--max-steps 0": "--max-steps: Input should be greater than 0, got 0",
+    "--max-prompt-length 0": "--max-prompt-length: Input should be greater than 0, got 0",
     "--train-size 10": r"train_dataset of the task in .*_llm.py has 10 items; an update takes (64|32) \(--train-size\)",
     "--task nosuch": "--task takes arxiv, .*tldr or a FILE.py, got nosuch",
     "--task nosuch.py": "--task takes arxiv, .*tldr or a FILE.py, and there is no file nosuch.py",
@@ -156,7 +158,16 @@ def test_a_formatter_that_raises_is_one_line(tmp_path):
         ippo_llm.main(make_args(tmp_path), task_of(formatters=lambda item: item["nothing"]))
 
 
-def test_a_prompt_that_leaves_no_room_is_one_line(tmp_path):
-    message = "^--max-new-tokens 24 after a prompt of [0-9]+ exceeds the model's 512 positions$"
-    with pytest.raises(UserError, match=message):
-        ippo_llm.main(make_args(tmp_path), task_of(formatters=lambda item: item["prompt"] * 10))
+@SCRIPTS
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"max_new_tokens": 512}, "^--max-new-tokens 512 after a prompt of 1 exceeds the model's 512 positions$"),
+        (
+            {"max_prompt_length": 489},
+            "^--max-new-tokens 24 after a prompt of 489 exceeds the model's 512 positions$",
+        ),
+    ],
+)
+def test_a_model_without_room_for_a_prompt_is_one_line(tmp_path, monkeypatch, script, flags, message):
+    assert_refused(monkeypatch, tmp_path / "run", message, script, lambda: make_args(tmp_path, script, **flags))

@@ -56,6 +56,22 @@ def pair(tmp_path_factory):
     return train(tmp_path_factory.mktemp("pair") / "run", ppo_llm, **flags)
 
 
+def test_a_run_that_max_steps_ended_is_finished(tmp_path):
+    run = train(tmp_path / "run", ippo_llm, task="number", max_new_tokens=4, train_size=24, max_steps=9)
+    assert len(enjoy.show(run, items=2)) == 2
+    set_flags(tmp_path / "run", max_steps=17)
+    with pytest.raises(UserError, match="run is not finished: 2 of 3 updates are done"):
+        enjoy.show(run)
+
+
+@pytest.mark.parametrize("long_prompts, shown", [("drop", 4), ("truncate", 5)])
+def test_long_prompts_are_shown_as_the_run_took_them(tmp_path, long_prompts, shown):
+    """Of the five held-out items of seed 1 one has a prompt of more than 85 tokens."""
+    flags = {"max_prompt_length": 85, "train_size": 16, "max_new_tokens": 4, "eval_size": 5, "task": "tldr"}
+    run = train(tmp_path / "run", ippo_llm, long_prompts=long_prompts, **flags)
+    assert len(enjoy.show(run, items=5)) == shown
+
+
 @pytest.fixture
 def copied(unlearned, tmp_path):
     return shutil.copytree(unlearned, tmp_path / "copied")

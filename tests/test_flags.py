@@ -148,6 +148,7 @@ TABLE = {  # flag: another value, other flags of both runs, what is to be seen
     "num_generations": (4, {}, becomes(True, one_item_twice)),
     "rollout_buffer_size": (4, {}, becomes(4, num_updates)),
     "num_train_epochs": (2, {}, becomes(4, num_updates)),
+    "max_steps": (7, {}, becomes(1, num_updates)),
     "train_size": (24, {}, becomes(3, num_updates)),
     "max_new_tokens": (1, {}, becomes(1.0, column("agent_0/response_length"))),
     "per_device_train_batch_size": (2, {}, becomes(4, lambda result: result.most_rows)),  # 8 and 2; mini-batches have 4
@@ -172,6 +173,8 @@ ELSEWHERE = {  # and the tests that change them
     "output_dir": "every test here",
     "overwrite": "test_run.py",
     "dataset": "test_task_runs.py",
+    "max_prompt_length": "test_long_prompts.py",
+    "long_prompts": "test_long_prompts.py",
     "mixed_precision": "test_precision.py",
     "trust_remote_code": "passed on to transformers",
     "resume": "test_resume.py",

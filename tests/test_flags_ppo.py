@@ -212,6 +212,7 @@ def layers_twice(before, after):
 
 NUMBER = {"task": "number", "evaluation_interval": 1}
 ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+TLDR = {"task": "tldr", "max_turns": 1}
 STAGED = {"load_checkpoint": STAGE}
 # flag: (another value, other flags of both runs, what has to change)
 TABLE = {
@@ -221,10 +222,13 @@ TABLE = {
     "task": ("number", {}, becomes(lambda seen: [*first_item(seen)], ["share"])),
     "dataset": (DATA, NUMBER, becomes(first_item, {"share": 0.5})),
     "train_size": (24, {}, updates(3)),
+    "max_prompt_length": (77, TLDR, updates(1)),  # eight of the 16 items have longer ones
+    "long_prompts": ("truncate", TLDR | {"max_prompt_length": 77}, becomes(lambda seen: len(seen.rows), 2)),
     "eval_size": (2, NUMBER, becomes(lambda seen: seen.held_out[0], 2)),
     "evaluation_interval": (1, {"eval_loop": 2}, becomes(lambda seen: metric("fitness")(seen) is None, False)),
     "eval_loop": (3, NUMBER, becomes(lambda seen: seen.held_out[0], 3)),
     "num_train_epochs": (2, {}, updates(4)),
+    "max_steps": (7, {}, updates(1)),
     "save_interval": (1, {}, becomes(lambda seen: "update_000001" in files(seen), True)),
     "keep_checkpoints": (1, {"save_interval": 1}, becomes(lambda seen: "update_000001" in files(seen), False)),
     "load_checkpoint": (STAGE, {"lr_actor": 0.0}, becomes(lambda seen: same_weights(RUNS[STAGE], seen), True)),

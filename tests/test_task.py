@@ -77,7 +77,7 @@ def test_batches_pass_over_the_data_as_often_as_there_are_epochs(monkeypatch):
 
 TASK = {"train_dataset": train_dataset, "formatters": formatters, "reward_func": reward_func}
 BAD_TASKS = {
-    "no data": ({"train_dataset": None}, "the task SimpleNamespace has no train_dataset"),
+    "no prompts": ({"formatters": None}, "the task SimpleNamespace has no formatters"),
     "no reward": ({"reward_func": None}, "the task SimpleNamespace has no reward_func"),
     "a number": ({"optimum": 3}, "the task SimpleNamespace: optimum is not a function but 3"),
     "formatters": ({"formatters": [formatters] * 3}, "the task SimpleNamespace has 3 formatters for 2 agents; .*"),
@@ -110,5 +110,5 @@ def test_a_task_is_a_name_a_file_or_a_module(tmp_path):
         load_task("gone.py", 2)
     empty = ModuleType("__main__")
     empty.__file__ = "folder/ippo_llm.py"
-    with pytest.raises(UserError, match="^the task in ippo_llm.py has no train_dataset$"):
+    with pytest.raises(UserError, match="^the task in ippo_llm.py has no formatters$"):
         load_task(empty, 2)

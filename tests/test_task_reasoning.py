@@ -8,6 +8,8 @@ import pytest
 from utils.cli import UserError
 from utils.tasks import load_task, reasoning
 
+TASK = load_task(reasoning, 2)
+
 
 @pytest.fixture
 def gym():
@@ -43,8 +45,8 @@ def test_items_go_through_a_dataset_and_the_scorer_pays_the_right_answer(gym, na
         datasets.load_dataset("json", data_files=str(tmp_path / "items.jsonl"), split="train", cache_dir=tmp_path)
     )
     right = [item["answer"] for item in items]
-    assert reasoning.reward_func(["no"] * 6, right, items=items) == [1.0] * 6
-    assert max(reasoning.reward_func(right, ["no"] * 6, items=items)) < 0.1  # only the last agent's answer counts
+    assert TASK.reward_func(["no"] * 6, right, items=items) == [1.0] * 6
+    assert max(TASK.reward_func(right, ["no"] * 6, items=items)) < 0.1  # only the last agent's answer counts
 
 
 def test_scores_are_those_of_the_package(gym):
@@ -53,7 +55,7 @@ def test_scores_are_those_of_the_package(gym):
     answers = ["1", "2", "12", "", "no"] * 4
     assert [item["question"] for item in items] == [entry["question"] for entry in own]
     expected = [own.score_answer(answer, entry) for answer, entry in zip(answers, own)]
-    assert reasoning.reward_func(answers, items=items) == expected and len(set(expected)) > 2
+    assert TASK.reward_func(answers, items=items) == expected and len(set(expected)) > 2
 
 
 def test_an_answer_that_the_scorer_fails_on_earns_nothing(gym):
@@ -61,7 +63,7 @@ def test_an_answer_that_the_scorer_fails_on_earns_nothing(gym):
     own = gym.create_dataset("prime_factorization", size=2, seed=items[0]["seed"])
     with pytest.raises(ValueError):
         own.score_answer("I do not know", own[0])
-    assert reasoning.reward_func(["I do not know"] * 2, items=items) == [0.0, 0.0]
+    assert TASK.reward_func(["I do not know"] * 2, items=items) == [0.0, 0.0]
 
 
 def test_questions_come_from_the_seed_and_differ_between_training_and_evaluation(gym):
@@ -92,10 +94,11 @@ def test_in_a_later_turn_each_agent_reads_what_all_said():
     first, last = reasoning.external_transition(["three", " 4\n"], 2, item)
     assert first[0]["content"].startswith("What is 2 + 2?\n\nYou said: three\nAgent 1 said: 4\n\n")
     assert last[0]["content"].startswith("What is 2 + 2?\n\nAgent 0 said: three\nYou said: 4\n\n")
-    assert last[0]["content"].endswith(reasoning.formatters(item)[0]["content"].removeprefix("What is 2 + 2?\n\n"))
+    assert last[0]["content"].endswith(TASK.formatters(item)[0]["content"].removeprefix("What is 2 + 2?\n\n"))
 
 
 def test_a_single_agent_has_one_turn():
-    assert load_task("reasoning", 1) is load_task("reasoning", 3, num_turns=2) is reasoning
+    assert load_task("reasoning", 1).reward_func.__name__ == "reward_fn"
+    assert load_task("reasoning", 3, num_turns=2).external_transition is reasoning.external_transition
     with pytest.raises(UserError, match="^--task reasoning: 2 turns take 2 or more agents"):
         load_task("reasoning", 1, num_turns=2)

@@ -96,6 +96,18 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_weights_and_biases(monkeypatch
     assert second.steps == [8, 12, None]
 
 
+def test_the_files_of_weights_and_biases_are_in_the_run_or_where_its_own_variables_say(monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train("ppo", track=True, overwrite=True)
+    assert len([*Path("run/wandb").glob("offline-run-*/*.wandb")]) == 1
+    Path("elsewhere").mkdir()
+    monkeypatch.setenv("WANDB_DIR", "elsewhere")
+    train("ppo", track=True, folder="other")
+    assert len([*Path("elsewhere/wandb").glob("offline-run-*/*.wandb")]) == 1
+    assert not Path("other/wandb").exists()
+
+
 def test_the_real_weights_and_biases_goes_offline_and_on_again(monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     real_init = wandb.init

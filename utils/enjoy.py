@@ -12,6 +12,7 @@ import contextlib
 import html
 import io
 import itertools
+import math
 import os
 import shlex
 import shutil
@@ -35,7 +36,7 @@ from utils.files import WriteError, read_json, read_rows, write_whole
 from utils.models import check_model, load_model, load_tokenizer, per_agent
 from utils.prompts import end_tokens, render, reply
 from utils.report import draw_curves
-from utils.tasks import load_items, load_task
+from utils.tasks import fit_prompts, load_items, load_task, truncate
 from utils.tasks.episodes import Episodes, call
 
 TEAMS = ("untouched", "trained")
@@ -66,6 +67,9 @@ ABSENT = {
     "max_model_len": None,
     "early_termination_threshold": None,
     "reward_timeout": None,
+    "max_steps": None,
+    "max_prompt_length": None,
+    "long_prompts": "drop",
 }
 
 
@@ -122,6 +126,8 @@ def read_run(run):
         command = Path(config["command"][0]).name
         rows = read_rows(path.parent / "metrics.csv")
         updates = int(values["num_train_epochs"] * len(rows) / rows[-1]["epoch"] + 1e-3) if rows else 1
+        if rows and values["max_steps"]:
+            updates = min(updates, math.ceil(values["max_steps"] * len(rows) / rows[-1]["global_step"]))
     except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{run} has no config.json and metrics.csv that can be read: {one_line(error)}") from error
     missing = [i for i in range(values["num_agents"]) if not (path.parent / f"agent_{i}").is_dir()]
@@ -226,9 +232,16 @@ def room_of(writer):
     return getattr(config, "max_position_embeddings", None) or writer.tokenizer.model_max_length
 
 
+def prompt_limit(writer, args):
+    """The most tokens of a prompt."""
+    return args.max_prompt_length or room_of(writer) - args.max_new_tokens
+
+
 def write(writer, prompts, args):
     """The responses to B prompts, strings with special tokens included. Raises UserError where there is no room."""
     rows = writer.tokenizer(prompts, add_special_tokens=False).input_ids
+    if args.long_prompts == "truncate":
+        rows = [truncate(ids, prompt_limit(writer, args), writer.tokenizer) for ids in rows]
     longest = max(map(len, rows))
     room = room_of(writer)
     if longest + args.max_new_tokens > room:
@@ -328,7 +341,7 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None):
         play = play_task
         subject = load_task(args.task, args.num_agents, args.num_turns)
         held_out = load_items(subject, args, args.seed, 0)[1] if prompt is None else []
-        chosen = [held_out[k] for k in range(min(items, len(held_out)))]
+        chosen = held_out
     else:
         play = play_env
         subject, _ = load_env(args.env, args.num_turns)
@@ -338,8 +351,13 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None):
         chosen = [{"prompt": prompt}]
     if not chosen:
         raise UserError(f"--task {args.task} has no held-out items; --prompt takes one of your own")
+    teams = load_teams(run, args)
+    if args.task and prompt is None:
+        readers = [(writer.tokenizer, prompt_limit(writer, args)) for writer in teams[0]]
+        _, held_out = fit_prompts(subject, args, readers, 0, [], held_out)
+        chosen = [held_out[k] for k in range(min(items, len(held_out)))]
     episodes = []
-    for team in load_teams(run, args):
+    for team in teams:
         transformers.set_seed(seed)
         episodes.append(play(team, subject, chosen, args))
     return [{"item": item} | dict(zip(TEAMS, pair)) for item, *pair in zip(chosen, *episodes)]

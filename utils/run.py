@@ -54,13 +54,13 @@ class FolderArgs:
 # --- The folder -------------------------------------------------------------------------------------------------------
 
 
-def run_folder(args, script, subject=None, may_change=(), may_grow=("num_train_epochs",)):
+def run_folder(args, script, subject=None, may_change=(), may_grow=("num_train_epochs", "max_steps")):
     """The folder that the run will write, not made yet, or goes on in (--resume).
 
     `script` is the path of the script's file, `subject` the task's name, if it is in the folder's. A run that is
     resumed takes the flags that began it, but for those of how it is kept and watched, those that `may_change`, and
-    larger values of those that `may_grow`. Raises UserError where flags differ, and where a run is in the folder,
-    without --overwrite.
+    larger values (None: no bound) of those that `may_grow`. Raises UserError where flags differ, and where a run is in
+    the folder, without --overwrite.
     """
     name = Path(script).stem
     if args.resume:
@@ -89,7 +89,7 @@ def check_same_flags(folder, args, may_change, may_grow):
     differing = []
     for name, there in flags_of(folder, type(args)).items():
         here = getattr(args, name)
-        longer = name in may_grow and None not in (here, there) and here > there
+        longer = name in may_grow and there is not None and (here is None or here > there)
         if here != there and name not in free and not longer:
             differing.append(f"{flag_name(name)} {there} there, {here} here")
     if differing:
@@ -464,7 +464,7 @@ class Run:
             self.lock.close()
 
     def how_to_go_on(self):
-        return f"go on with: python {Path(sys.argv[0]).name} --resume {self.folder}"
+        return f"go on with: python {Path(self.script).name} --resume {self.folder}"
 
     def outcome(self):
         """The reward at first and in the end, and the best that there is, where the task knows it, in a line."""

@@ -1,6 +1,7 @@
 """A run at Weights & Biases. Where that fails, the run goes on without it, and says so."""
 
 import contextlib
+import os
 
 from tqdm import tqdm
 
@@ -16,7 +17,7 @@ class Tracker:
         self.id = None
 
     def start(self, folder, args, config):
-        """Begin, or go on with the run of that id; where it can't be reached, log into the folder."""
+        """Begin, or go on with the run of that id; where it can't be reached, log into the folder, or WANDB_DIR."""
         import wandb
 
         options = {
@@ -25,7 +26,7 @@ class Tracker:
             "tags": list(args.wandb_tags),
             "name": args.wandb_run_name or folder.name,
             "config": config,
-            "dir": folder.resolve(),
+            "dir": os.environ.get("WANDB_DIR") or folder.resolve(),
             "id": self.id,
             "resume": "allow" if self.id else None,
         }

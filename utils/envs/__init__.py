@@ -14,10 +14,11 @@ import contextlib
 import importlib
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 from utils.cli import TaskError, UserError, flags, one_line
 from utils.tasks import import_file, search_in
-from utils.tasks.episodes import call, time_limit
+from utils.tasks.episodes import call, check_timer, time_limit
 
 BUILT_IN = ("grid", "guess")
 
@@ -36,10 +37,10 @@ def load_env(env, max_turns):
     """(a function without arguments that makes a new environment, its optimum(max_turns) if it has one, or None).
 
     `env` is a module, the name of one here, or a FILE.py, each with a function `make` or a class `Env`; or
-    MODULE:CALLABLE, where the module may lie in the working folder. One environment is made and closed, to check.
-    Raises UserError.
+    MODULE:CALLABLE, where the module may lie in the working folder; or such a function or class itself. One environment
+    is made and closed, to check. Raises UserError.
     """
-    label = f"--env {env}" if isinstance(env, str) else f"the environment in {Path(env.__file__).name}"
+    label = label_of(env)
     module, name = find(env, label)
     factory = getattr(module, name)
     if not callable(factory):
@@ -58,10 +59,22 @@ def load_env(env, max_turns):
         return factory, float(optimum(max_turns))
 
 
+def label_of(env):
+    """What errors call an environment."""
+    if isinstance(env, str):
+        return f"--env {env}"
+    if getattr(env, "__file__", None):
+        return f"the environment in {Path(env.__file__).name}"
+    return f"the environment {getattr(env, '__name__', type_name(env))}"
+
+
 def find(env, label):
     """The module of an environment, and the name there of what makes it. Raises UserError."""
     names = ("make", "Env")
-    if not isinstance(env, str):
+    if callable(env):
+        names = (getattr(env, "__name__", "make"),)
+        module = SimpleNamespace(**{names[0]: env})
+    elif not isinstance(env, str):
         module = env
     elif env.endswith(".py"):
         if not Path(env).is_file():
@@ -119,6 +132,7 @@ class Games:
 
     def __init__(self, factory, seeds, max_turns, timeout=None):
         """A call that takes longer than `timeout` seconds fails. Raises TaskError: a reset is wrong, or all fail."""
+        check_timer(timeout)
         self.max_turns = max_turns
         self.timeout = timeout
         self.turn = 0

@@ -2,12 +2,16 @@
 
 A task is a module (or any object) with
 
-    train_dataset(size, seed), eval_dataset(size, seed) -> datasets.Dataset; the second may be left out
+    train_dataset(size, seed), eval_dataset(size, seed) -> datasets.Dataset; the second may be left out, and the first
+        where items come from elsewhere
     formatters: one callable, or a list of one for each agent; item -> str, or chat messages for the tokenizer's
         template; it gets, if it names it, `agent` (the agent's number, from 0) and `num_agents`
     reward_func(*completions): N lists of B strings -> B floats (one joint reward each), or N lists of B floats (one
         list for each agent); it gets, if it names them, `items` (B items), `prompts` (N lists of B strings), `turn`
         (from 0), `num_turns` and `turns` (N lists of B lists: all completions of an episode so far)
+    or, for questions with answers, in their place: conversation_template, chat messages in which {question}, or the
+        name of another column, stands for the item's; reward_fn(completion, answer, question) -> float, which scores
+        the last agent's completion of one item; other columns it gets if it names them
     external_transition(prompt, agent_completions, num_agents, prompt_history_per_agent, response_history_per_agent)
         -> N next prompts, or None to end the episode; only for several turns. It is called for one episode, with those
         of these that it names: `prompt` (the item's), N completions, N lists of an agent's prompts so far (as the task
@@ -24,18 +28,27 @@ import importlib.util
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 
 import datasets
 from pydantic import PositiveFloat, PositiveInt
 
 from utils.cli import TaskError, UserError, flags, one_line
 from utils.distributed import say
+from utils.tasks import questions
 from utils.tasks.episodes import Episodes, formatters_of
+from utils.tasks.lengths import fit_prompts, take, truncate
 
-__all__ = ["Episodes", "TaskArgs", "batches", "extra_metrics", "load_items", "load_task"]
+__all__ = ["Episodes", "TaskArgs", "batches", "extra_metrics", "fit_prompts", "load_items", "load_task", "truncate"]
 BUILT_IN = ("arxiv", "code", "number", "reasoning", "tldr")
-NEEDED = ("train_dataset", "formatters", "reward_func")
-OPTIONAL = ("eval_dataset", "external_transition", "reward_processor", "metrics_callback", "optimum", "check")
+NEEDED = ("formatters", "reward_func")
+DATA = ("train_dataset", "eval_dataset", "named_dataset", "item_of")
+OPTIONAL = (*DATA, "external_transition", "reward_processor", "metrics_callback", "optimum", "check")
+SHORT_FORMS = {  # what a task may have in place of each that is needed, and what makes the one of the other
+    "formatters": ("conversation_template", questions.make_formatter),
+    "reward_func": ("reward_fn", questions.make_reward_func),
+}
 MADE_ITEMS = 1536  # items to train on where a task makes them
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -48,6 +61,8 @@ class TaskArgs:
     dataset: str | None = None  # data in place of the task's own: a hub dataset's name, a folder, or a .jsonl file
     train_size: PositiveInt | None = None  # items to train on; none: all of --dataset, or 1536 of a task's own
     eval_size: PositiveInt = 64  # held-out items
+    max_prompt_length: PositiveInt | None = None  # most tokens of a prompt; none: all that the model has room for
+    long_prompts: Literal["drop", "truncate"] = "drop"  # leave items with longer ones out, or cut them on the left
     reward_timeout: PositiveFloat | None = None  # seconds a call of reward_func, reset or step may take; none: any time
 
 
@@ -62,6 +77,8 @@ def load_task(task, num_agents, num_turns=1):
     name = name_of(task)
     if isinstance(task, str):
         task = importlib.import_module(f"utils.tasks.{task}") if task in BUILT_IN else load_file(task)
+    if hasattr(task, "conversation_template") or hasattr(task, "reward_fn"):
+        task = complete(task, name)
     for attribute in NEEDED:
         if not hasattr(task, attribute):
             raise UserError(f"{name} has no {attribute}")
@@ -82,6 +99,19 @@ def load_task(task, num_agents, num_turns=1):
         except ValueError as error:
             raise UserError(f"{name}: {error}") from error
     return task
+
+
+def complete(task, name):
+    """A task with formatters and reward_func in place of its conversation_template and its reward_fn."""
+    there = (*NEEDED, *OPTIONAL, "columns", "__file__", "__name__")
+    whole = SimpleNamespace(**{attribute: getattr(task, attribute) for attribute in there if hasattr(task, attribute)})
+    for attribute, (short_form, make) in SHORT_FORMS.items():
+        if hasattr(task, short_form):
+            if hasattr(task, attribute):
+                raise UserError(f"{name} has both {attribute} and {short_form}; it takes one of them")
+            setattr(whole, attribute, make(getattr(task, short_form), name))
+    whole.item_columns = questions.needed_columns(task)
+    return whole
 
 
 def name_of(task):
@@ -134,28 +164,39 @@ def extra_metrics(task, rollouts):
 # --- Its items --------------------------------------------------------------------------------------------------------
 
 
-def load_items(task, args, seed, least):
-    """The items to train on and the held-out items: the task's own, or those of --dataset.
+def load_items(task, args, seed, least, train_dataset=None, eval_dataset=None):
+    """The items to train on and the held-out items: the task's own, those of --dataset, or of rows from Python.
 
+    `train_dataset` and `eval_dataset` are rows in place of the task's own: a datasets.Dataset, or a list of dicts.
     There are no held-out items where the task has no eval_dataset, or --dataset too few rows. Raises UserError where
-    they can't be had, or where there are fewer than `least` to train on.
+    items can't be had, or where there are fewer than `least` to train on.
     """
     name = name_of(args.task or task)
+    if args.dataset and (train_dataset is not None or eval_dataset is not None):
+        raise UserError(f"--dataset {args.dataset} and train_dataset= or eval_dataset= are both data; give one of them")
     if args.dataset and not hasattr(task, "named_dataset"):
-        train_items, held_out = load_rows(task, name, args, seed)
-    else:
-        train_items = make_items(task, name, args.dataset, "train", args.train_size or MADE_ITEMS, seed)
-        held_out = make_items(task, name, args.dataset, "eval", args.eval_size, seed)
-    if len(train_items) < least:
-        source = f"--dataset {args.dataset}" if args.dataset else f"train_dataset of {name}"
-        raise UserError(f"{source} has {len(train_items)} items; an update takes {least} (--train-size)")
-    return train_items, held_out
+        train_dataset, eval_dataset = split_rows(load_splits(args.dataset), args.eval_size, seed)
+    parts = []
+    for split, rows, size in (("train", train_dataset, args.train_size), ("eval", eval_dataset, args.eval_size)):
+        source = f"--dataset {args.dataset}" if args.dataset else f"{split}_dataset="
+        if rows is not None:
+            items = use_rows(task, name, rows, size, source)
+        else:
+            items = make_items(task, name, args.dataset, split, size or MADE_ITEMS, seed)
+            source = source if args.dataset else f"{split}_dataset of {name}"
+        check_items(task, name, items, source)
+        if split == "train" and len(items) < least:
+            raise UserError(f"{source} has {len(items)} items; an update takes {least} (--train-size)")
+        parts.append(items)
+    return parts
 
 
 def make_items(task, name, dataset, split, size, seed):
     """Items that the task makes, of the dataset with that name if there is one; split is train or eval."""
     function = "named_dataset" if dataset else f"{split}_dataset"
     if not hasattr(task, function):
+        if split == "train":
+            raise UserError(f"{name} has no {function}")
         return []
     try:
         if dataset:
@@ -170,22 +211,34 @@ def make_items(task, name, dataset, split, size, seed):
     return items
 
 
-def load_rows(task, name, args, seed):
-    """Items from the rows of --dataset, in a random order: all to train on, or --train-size, and up to --eval-size."""
-    train_rows, held_out = split_rows(load_splits(args.dataset), args.eval_size, seed)
+def use_rows(task, name, rows, size, source):
+    """Items from rows, a datasets.Dataset or a list of dicts: the first `size`, or all."""
+    if isinstance(rows, datasets.Dataset):
+        there = rows.column_names
+    elif isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+        there = [column for column in (rows[0] if rows else ()) if all(column in row for row in rows)]
+    else:
+        raise UserError(f"{source} takes a datasets.Dataset or a list of dicts, got {one_line(repr(rows), 80)}")
     columns = getattr(task, "columns", ())
-    if not set(columns) <= set(train_rows.column_names):
-        there = ", ".join(train_rows.column_names)
-        raise UserError(f"--dataset {args.dataset} has the columns {there}; {name} reads {', '.join(columns)}")
-    train_rows = train_rows.select(range(min(args.train_size or len(train_rows), len(train_rows))))
-    held_out = held_out.select(range(min(args.eval_size, len(held_out))))
+    if rows and not set(columns) <= set(there):
+        raise UserError(f"{source} has the columns {', '.join(there)}; {name} reads {', '.join(columns)}")
+    rows = take(rows, range(min(size or len(rows), len(rows))))
     if not hasattr(task, "item_of"):
-        return train_rows, held_out
+        return rows
     try:
-        return [task.item_of(row) for row in train_rows], [task.item_of(row) for row in held_out]
+        return [task.item_of(row) for row in rows]
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        raise UserError(f"--dataset {args.dataset} has a row that {name} can't use: {what}") from error
+        raise UserError(f"{source} has a row that {name} can't use: {what}") from error
+
+
+def check_items(task, name, items, source):
+    """Raise UserError for an item without what the task's reward_fn or conversation_template reads."""
+    columns = getattr(task, "item_columns", ())
+    for item in items if columns else ():
+        for column in columns:
+            if not isinstance(item, dict) or item.get(column) is None:
+                raise UserError(f"{source} has a row without {column}, which {name} reads: {one_line(item, 80)}")
 
 
 def load_splits(name):
@@ -212,23 +265,25 @@ def split_rows(splits, eval_size, seed):
     return rows.select(range(end)), rows.select(range(end, len(rows))).shuffle(seed=seed)
 
 
-def batches(items, size, epochs, seed, skip=0):
-    """Lists of `size` items, in a new random order each epoch, all but the first `skip` lists.
+def batches(items, size, epochs, seed, skip=0, end=None):
+    """Lists of `size` items, in a new random order each epoch, from list number `skip` up to `end`, or to the last.
 
     Items that do not fill a list at the end of an epoch open the first one of the next; those of the last epoch are
     left out, and it is said how many.
     """
+    last = epochs * len(items) // size
     left_out = epochs * len(items) % size
-    if left_out:
+    end = last if end is None else end
+    if left_out and end == last:
         say(f"the last {left_out} items of the last epoch are left out: an update takes {size}")
     rng = random.Random(seed)
     order = []
+    number = 0
     for _ in range(epochs):
         order += rng.sample(range(len(items)), len(items))
         whole = len(order) // size
         for k in range(whole):
-            if skip > 0:
-                skip -= 1
-            else:
+            if skip <= number < end:
                 yield [items[index] for index in order[k * size : (k + 1) * size]]
+            number += 1
         order = order[whole * size :]

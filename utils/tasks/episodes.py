@@ -4,10 +4,11 @@ import contextlib
 import inspect
 import math
 import signal
+import threading
 
 from tqdm import tqdm
 
-from utils.cli import TaskError, one_line
+from utils.cli import TaskError, UserError, one_line
 from utils.prompts import render
 
 
@@ -21,6 +22,7 @@ class Episodes:
     """
 
     def __init__(self, task, items, num_agents, num_turns, threshold=None, timeout=None):
+        check_timer(timeout)
         self.task = task
         self.items = items
         self.num_agents = num_agents
@@ -123,6 +125,12 @@ def call(function, *arguments, **optional):
         names = {parameter.name for parameter in parameters}
         optional = {name: value for name, value in optional.items() if name in names}
     return function(*arguments, **optional)
+
+
+def check_timer(seconds):
+    """Raise UserError where `time_limit` can't serve."""
+    if seconds is not None and threading.current_thread() is not threading.main_thread():
+        raise UserError("--reward-timeout takes the main thread: its alarm is a signal")
 
 
 @contextlib.contextmanager

@@ -79,26 +79,21 @@ def entry(name, size, seed, index):
     return source(name, size, seed)[index]
 
 
-def formatters(item):
-    return [{"role": "user", "content": f"{item['question']}\n\n{FORM}"}]
+conversation_template = [{"role": "user", "content": "{question}\n\n" + FORM}]
 
 
-def reward_func(*completions, items):
-    """Scores of the last agent's answers, B floats from 0 to 1."""
-    return [score(answer_in(text), item) for text, item in zip(completions[-1], items)]
+def reward_fn(completion, answer, question, name, size, seed, index):
+    """The score of the last agent's answer, from 0 to 1."""
+    example = entry(name=name, size=size, seed=seed, index=index)
+    try:
+        return float(source(name, size, seed).score_answer(answer_in(completion), example))
+    except Exception:  # some scorers fail on what they can't read: it is wrong
+        return 0.0
 
 
 def answer_in(text):
     answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return (answers[-1] if answers else text).strip()
-
-
-def score(answer, item):
-    example = entry(name=item["name"], size=item["size"], seed=item["seed"], index=item["index"])
-    try:
-        return float(source(item["name"], item["size"], item["seed"]).score_answer(answer, example))
-    except Exception:  # some scorers fail on what they can't read: it is wrong
-        return 0.0
 
 
 def external_transition(agent_completions, num_agents, item):

@@ -1,0 +1,47 @@
+"""--max-steps ends a run after so many joint samples, and may grow when it is resumed."""
+
+import pytest
+from short_runs import assert_same_run, every_script, train
+
+from utils.cli import UserError
+from utils.same import timeless
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+CONSTANT = {"ippo": {"anneal_lr": False}, "iac": {"anneal_lr": False}, "ppo": {"cosine_lr_schedule": False}}
+
+
+@every_script
+@pytest.mark.parametrize("max_steps, num_updates", [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (99, 3)])
+def test_a_run_ends_after_so_many_samples_rounded_up_to_an_update(script, max_steps, num_updates):
+    agents, run = train(script, max_steps=max_steps, eval_size=1)
+    assert [row["global_step"] for row in run.rows] == [4, 8, 12][:num_updates]
+    assert run.num_updates == num_updates
+    rates = [rate for agent in agents for schedule in agent.schedules for rate in schedule.get_last_lr()]
+    assert rates == [0.0] * len(rates)  # the schedules are as long as the run
+
+
+@every_script
+def test_a_run_that_its_epochs_end_is_the_same_with_it(script, undisturbed):
+    train(script, max_steps=12)
+    assert_same_run("run", undisturbed(script))
+
+
+@every_script
+def test_it_may_grow_when_a_run_goes_on(script, undisturbed):
+    train(script, max_steps=4, **CONSTANT[script])
+    with pytest.raises(UserError, match="these differ: --max-steps 4 there, 3 here$"):
+        train(script, max_steps=3, resume="run", **CONSTANT[script])
+    train(script, max_steps=8, resume="run", **CONSTANT[script])
+    _, run = train(script, resume="run", **CONSTANT[script])
+    train(script, folder="whole", **CONSTANT[script])
+    assert timeless("run") == timeless("whole") and len(run.rows) == 3
+    with pytest.raises(UserError, match="these differ: --max-steps None there, 8 here$"):
+        train(script, max_steps=8, resume="run", **CONSTANT[script])
+
+
+@every_script
+def test_only_items_that_the_end_of_the_epochs_leaves_out_are_said_to_be(script, capsys):
+    train(script, train_size=14)
+    assert "the last 2 items of the last epoch are left out" in capsys.readouterr().out
+    train(script, train_size=14, max_steps=8, folder="other")
+    assert "left out" not in capsys.readouterr().out

@@ -1,0 +1,69 @@
+"""Questions with known answers: a task's conversation_template and reward_fn as formatters and reward_func."""
+
+import inspect
+import re
+
+from utils.cli import UserError, one_line
+
+
+def make_formatter(template, name):
+    """formatters of a conversation_template: {column} in its texts is the item's, other braces stay as they are."""
+    if not is_chat(template):
+        takes = "a list of messages, each with role and content"
+        raise UserError(f"{name}: conversation_template takes {takes}, got {one_line(repr(template), 80)}")
+
+    def conversation_template(item):
+        return [fill_message(message, item) for message in template]
+
+    return conversation_template
+
+
+def is_chat(value):
+    """Whether it is a list of messages, dicts with role and content."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
+
+
+def fill_message(message, item):
+    """A message with the item's columns in its texts."""
+    return {key: fill(value, item) if isinstance(value, str) else value for key, value in message.items()}
+
+
+def fill(text, item):
+    """A text with the item's columns in place of their names in braces; what a column says is not filled again."""
+    return re.sub(r"\{([^{}]+)\}", lambda match: str(item.get(match[1], match[0])), text)
+
+
+def make_reward_func(function, name):
+    """reward_func of a reward_fn, which scores the last agent's completions, one item at a time."""
+    if not callable(function):
+        raise UserError(f"{name}: reward_fn is not a function but {one_line(repr(function), 80)}")
+    others = other_columns(function)
+
+    def reward_fn(*completions, items):
+        rewards = []
+        for completion, item in zip(completions[-1], items):
+            more = {column: item[column] for column in others if column in item}
+            rewards.append(function(completion, item["answer"], item["question"], **more))
+        return rewards
+
+    return reward_fn
+
+
+def other_columns(function):
+    """The parameters that a reward_fn has after completion, answer and question, by name."""
+    parameters = list(inspect.signature(function).parameters.values())[3:]
+    return {parameter.name: parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+
+
+def needed_columns(task):
+    """The columns that an item must have for the task's reward_fn and conversation_template, in order."""
+    columns = []
+    if hasattr(task, "reward_fn"):
+        others = other_columns(task.reward_fn).items()
+        columns += ["question", "answer"]
+        columns += [column for column, parameter in others if parameter.default is parameter.empty]
+    elif "{question}" in str(task.conversation_template):
+        columns.append("question")
+    return columns
