@@ -42,11 +42,12 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from utils import adapters, distributed, tasks
+from utils import adapters, distributed, stages, tasks
 from utils.causal_lm import check_padding
 from utils.cli import Settings, UserError, check_needs, command_line, flags
 from utils.envs import EnvArgs, Games, load_env
 from utils.faults import Faults
+from utils.lora import LoraArgs, check_lora_args
 from utils.metrics import average, explained_variance, team_metrics
 from utils.models import check_model, check_settings, from_pretrained, loading
 from utils.prompts import end_tokens, render, reply
@@ -139,7 +140,8 @@ class Args(
     tasks.TaskArgs,
     FolderArgs,
     PolicyArgs,
-    adapters.LoraArgs,
+    LoraArgs,
+    stages.StageArgs,
     GenerationArgs,
     PPOArgs,
     OptimizationArgs,
@@ -214,7 +216,9 @@ def check_args(args):
     check_needs(args, {"keep_reference": "beta"})
     check_needs(args, {"reference_update_interval": "use_separate_reference_adapter"})
     check_needs(args, {"reference_update_interval": "beta"})
-    adapters.check_lora_args(args)
+    check_lora_args(args)
+    if args.load_checkpoint is not None:
+        stages.check_checkpoint(args)
 
 
 def check_order(args, lower, upper):
@@ -333,7 +337,7 @@ class Agent:
         actor_group = {"params": adapters.parameters(model, self.actor), "lr": args.lr_actor}
         critic_group = {"params": critic_parameters, "lr": args.lr_critic}
         self.optimizers = [torch.optim.AdamW([actor_group, critic_group], weight_decay=0.0)]
-        self.schedules = [build_schedule(self.optimizers[0], updates, adapters.updates_before(args), args)]
+        self.schedules = [build_schedule(self.optimizers[0], updates, stages.updates_before(args), args)]
         self.faults = Faults("--micro-batch-size-per-gpu", "--lr-actor")
 
 
@@ -394,11 +398,11 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
     if args.use_separate_reference_adapter:
         roles.append("reference")
     names = [f"agent_{i}_{role}" for i in range(args.num_agents) for role in roles]
-    config = adapters.build_config(base, args)
+    config = stages.build_config(base, args)
     model = adapters.add_adapters(base, config, names)
     agents = [Agent(i, model, tokenizer, updates, args) for i in range(args.num_agents)]
     if args.load_checkpoint:
-        adapters.load_stage(agents, args)
+        stages.load_stage(agents, args)
     if args.gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if args.torch_compiler:

@@ -7,7 +7,7 @@ import torch
 from helpers import make_team, randomise_adapters, tiny_base
 from safetensors.torch import load_file, save_file
 
-from utils import adapters
+from utils import adapters, stages
 from utils.cli import UserError
 
 
@@ -130,7 +130,7 @@ def test_a_damaged_stage_is_refused(base, tokenizer, stage, file, damage, messag
 
 def test_a_stage_of_dora_is_refused_without_dora(base, tokenizer, stage):
     write({"use_dora": True})(stage / "agent_1" / CONFIG)
-    assert refusal(base, tokenizer, stage).match(".*agent_1/actor/.* has use_dora, and takes a --lora-config")
+    assert refusal(base, tokenizer, stage).match(".*agent_1/actor/.* has use_dora, and takes use_dora here too")
 
 
 @pytest.mark.parametrize("file, damage, message", DAMAGES[-8:], ids=name_of)
@@ -143,18 +143,18 @@ def test_a_damaged_checkpoint_is_refused(base, tokenizer, stage, file, damage, m
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(UserError, match="got .*nowhere: there is no such folder"):
-        adapters.find_agents(tmp_path / "nowhere", 2)
+        stages.find_agents(tmp_path / "nowhere", 2)
 
 
 def test_a_folder_without_agents_is_refused(stage):
     with pytest.raises(UserError, match="it has no agent_0"):
-        adapters.find_agents(stage / "agent_0", 2)
+        stages.find_agents(stage / "agent_0", 2)
 
 
 @pytest.mark.parametrize("num_agents", [1, 3])
 def test_a_stage_of_another_number_of_agents_is_refused(stage, num_agents):
     with pytest.raises(UserError, match=f"has 2 agents, and the team has {num_agents}"):
-        adapters.find_agents(stage, num_agents)
+        stages.find_agents(stage, num_agents)
 
 
 @pytest.mark.parametrize(

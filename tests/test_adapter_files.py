@@ -19,7 +19,7 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
-from utils import adapters
+from utils import adapters, checkpoint, lora, stages
 from utils.cli import UserError
 
 ROLES = ("actor", "critic", "reference")
@@ -124,7 +124,7 @@ def test_a_folder_is_replaced_whole(stage, team, monkeypatch):
         adapters.save_agents(folder, agents)
     tensors = load_file(folder / "agent_0" / "actor" / "adapter_model.safetensors")
     assert same_tensors([*saved.values()], [*tensors.values()])
-    assert len(adapters.find_agents(folder, 2)) == 2
+    assert len(stages.find_agents(folder, 2)) == 2
 
 
 # --- A checkpoint -----------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def write_first_version(folder, base, agents):
         save_file(tensors, path / "optimizer.safetensors")
         (path / "optimizer.json").write_text('{"groups": [28, 30]}')  # today with the number of updates
         fingerprint = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 48}
-        fingerprint["sha256"] = adapters.fingerprint(base)["sha256"]
+        fingerprint["sha256"] = checkpoint.fingerprint(base)["sha256"]
         (path / "base.json").write_text(json.dumps({"base": "some/base", "fingerprint": fingerprint}))
         agent.tokenizer.save_pretrained(path)
 
@@ -313,7 +313,7 @@ def test_files_are_those_of_the_first_version(base, stage, tmp_path):
 def test_an_optimizer_of_other_adapters_is_refused(base, stage, tokenizer, flags, message):
     agents = make_team(base, tokenizer, **flags)
     with pytest.raises(UserError, match=message):
-        adapters.load_optimizers([stage[0] / "agent_0", stage[0] / "agent_1"], agents)
+        stages.load_optimizers([stage[0] / "agent_0", stage[0] / "agent_1"], agents)
 
 
 def test_an_optimizer_that_lost_a_moment_is_refused(base, stage, tokenizer):
@@ -439,7 +439,7 @@ def test_another_configuration_is_refused_with_both_side_by_side(base, stage):
     args = make_team_args(base, lora_rank=8, lora_alpha=2.0, lora_target_modules=("q_proj",))
     args.load_checkpoint = str(stage[0])
     with pytest.raises(UserError) as error:
-        adapters.build_config(base, args)
+        stages.build_config(base, args)
     message = str(error.value)
     for words in ("r 4 there, 8 here", "lora_alpha 8.0 there, 2.0 here", "v_proj there, q_proj here"):
         assert words in message
@@ -450,18 +450,18 @@ def test_agents_of_another_rank_refuse_a_stage(base, stage, tokenizer):
     agents = make_team(base, tokenizer, lora_rank=8)
     args = make_team_args(base, load_checkpoint=str(stage[0]))
     with pytest.raises(UserError, match=r"does not fit: .*lora_A.* is \[4, 32\] there, \[8, 32\] here"):
-        adapters.load_stage(agents, args)
+        stages.load_stage(agents, args)
 
 
 @pytest.mark.filterwarnings("error")
 def test_the_same_configuration_says_nothing(base, stage):
     args = make_team_args(base, load_checkpoint=str(stage[0]))
-    config = adapters.build_config(base, args)
-    assert config.to_dict() == adapters.lora_config(base, args).to_dict()
+    config = stages.build_config(base, args)
+    assert config.to_dict() == lora.lora_config(base, args).to_dict()
 
 
 def test_there_is_no_optimizer_for_merged_ranks(base, stage):
     flags = {"lora_rank": 8, "merge_lora_configs": True, "load_optimizer": True}
     args = make_team_args(base, load_checkpoint=str(stage[0]), **flags)
     with pytest.raises(UserError, match="--load-optimizer takes the LoRA configuration of .*: r 4 there, 8 here"):
-        adapters.build_config(base, args)
+        stages.build_config(base, args)

@@ -8,7 +8,7 @@ import torch
 from helpers import TINY_IDS, make_team, make_team_args, randomise_adapters, same_tensors, tiny_base, tiny_logits
 from torch import nn
 
-from utils import adapters
+from utils import adapters, lora
 from utils.checkpoint import fingerprint
 from utils.cli import UserError
 
@@ -34,7 +34,7 @@ def make(base, tokenizer):
 
 
 def test_an_adapter_is_on_all_linear_layers_but_the_head(base):
-    config = adapters.lora_config(base, make_team_args(base))
+    config = lora.lora_config(base, make_team_args(base))
     assert config.target_modules == set("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
 
 
@@ -45,7 +45,7 @@ def test_peft_has_the_same_layers_in_mind(base, make):
 
 def test_a_configuration_is_what_the_flags_say(base):
     args = make_team_args(base, lora_rank=3, lora_alpha=5.0, lora_dropout=0.25, lora_target_modules=("q_proj",))
-    config = adapters.lora_config(base, args)
+    config = lora.lora_config(base, args)
     assert (config.r, config.lora_alpha, config.lora_dropout, config.bias) == (3, 5.0, 0.25, "none")
     assert config.target_modules == {"q_proj"}
 
@@ -53,7 +53,7 @@ def test_a_configuration_is_what_the_flags_say(base):
 @pytest.mark.parametrize("target", ["nothing", "embed_tokens", "proj", "norm"])
 def test_a_target_that_is_no_linear_layer_is_refused(base, target):
     with pytest.raises(UserError, match=rf"down_proj, gate_proj.*v_proj.* has no {target}"):
-        adapters.lora_config(base, make_team_args(base, lora_target_modules=("q_proj", target)))
+        lora.lora_config(base, make_team_args(base, lora_target_modules=("q_proj", target)))
 
 
 @pytest.mark.parametrize("name", NAMES)

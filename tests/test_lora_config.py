@@ -19,7 +19,7 @@ from helpers import (
 from short_runs import assert_same_run, train
 from transformers import AutoModelForCausalLM
 
-from utils import adapters
+from utils import adapters, checkpoint
 from utils.checkpoint import fingerprint
 from utils.cli import UserError
 from utils.merge_adapter import Args as MergeArgs
@@ -178,7 +178,7 @@ def test_a_run_with_its_own_modules_is_resumed_to_the_bit(write, tmp_path, monke
     train("ppo", folder="whole", **flags)
     train("ppo", folder="run", **flags)
     for step in (2, 3):
-        adapters.remove(tmp_path / f"run/checkpoints/update_{step:06d}")
+        checkpoint.remove(tmp_path / f"run/checkpoints/update_{step:06d}")
     train("ppo", resume="run", **flags)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 

@@ -29,10 +29,11 @@ import transformers
 import tyro
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from utils.adapters import add_adapters, check_base, load_adapter, read_config
+from utils.adapters import add_adapters, check_base, load_adapter
 from utils.cli import UserError, command_line, flags, one_line
 from utils.envs import Games, load_env
 from utils.files import WriteError, read_json, read_rows, write_whole
+from utils.lora import read_config
 from utils.models import check_model, load_model, load_tokenizer, per_agent
 from utils.prompts import end_tokens, render, reply
 from utils.report import draw_curves

@@ -15,8 +15,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoTokenizer
 
-from utils.adapters import BASE, CONFIG, WEIGHTS, add_adapters, check_base, load_adapter, read_config, read_json
+from utils.adapters import WEIGHTS, add_adapters, check_base, load_adapter
+from utils.checkpoint import BASE
 from utils.cli import UserError, command_line, flags
+from utils.files import read_json
+from utils.lora import CONFIG, read_config
 from utils.models import load_model
 
 

@@ -1,0 +1,230 @@
+"""What a run of adapters starts from: another run's folder, or a plain peft folder (--load-checkpoint)."""
+
+import copy
+import os
+import warnings
+from pathlib import Path
+
+from utils.adapters import WEIGHTS, check_base, copy_adapter, load_adapter, parameters
+from utils.checkpoint import (
+    BASE,
+    HEAD,
+    fingerprint,
+    load_head,
+    load_optimizer,
+    read_json,
+)
+from utils.cli import UserError, flags, one_line
+from utils.lora import (
+    CONFIG,
+    describe_differences,
+    in_words,
+    lora_config,
+    merge_configs,
+    read_config,
+    resolve_modules,
+)
+from utils.models import locate
+
+PICKLE = "adapter_model.bin"
+
+
+@flags
+class StageArgs:
+    """What the adapters start from, and what the run leaves beside them."""
+
+    load_checkpoint: str | None = None  # run or peft folder to start from: its actors are now actors and references
+    load_optimizer: bool = False  # with --load-checkpoint: go on with its optimisers and their schedule too
+    keep_reference: bool = False  # with --load-checkpoint: its references stay the references
+    fresh_critic: bool = False  # with --load-checkpoint: the critics and their value heads are new
+    merge_lora_configs: bool = False  # with --load-checkpoint: take a LoRA configuration that differs, merged
+    save_optimizer: bool = True  # keep the optimisers' state with the run's agents; a checkpoint always has it
+    save_base: bool = False  # write the base's weights too, once, at the end
+
+
+def check_checkpoint(args):
+    """The folder of each agent in --load-checkpoint; a plain peft folder is that of all.
+
+    Raises UserError unless there are num_agents, with all files that are to be loaded.
+    """
+    folder = Path(args.load_checkpoint)
+    paths = find_agents(folder, args.num_agents)
+    for path in paths:
+        if args.keep_reference and not (path / "reference").is_dir():
+            raise UserError(f"--keep-reference takes a checkpoint with references, and {path} has no reference")
+        if not is_plain(path) and not (path / BASE).is_file():
+            raise UserError(f"{path} is incomplete: there is no {path / BASE}")
+        for role in saved_roles(path, args):
+            check_files(path, adapter_folder(path, role))
+    return paths
+
+
+def find_agents(folder, num_agents):
+    """The folder of each of num_agents agents in a run's folder, or in a plain peft folder. Raises UserError."""
+    if is_plain(folder):
+        return [folder] * num_agents
+    paths = []
+    while os.path.isdir(folder / f"agent_{len(paths)}"):
+        paths.append(folder / f"agent_{len(paths)}")
+    if not paths:
+        reason = "it has no agent_0" if os.path.isdir(folder) else "there is no such folder"
+        takes = f"a folder with agent_0 and so on in it, or a peft folder, with {CONFIG}"
+        raise UserError(f"--load-checkpoint takes {takes}, got {folder}: {reason}")
+    if len(paths) != num_agents:
+        there = "1 agent" if len(paths) == 1 else f"{len(paths)} agents"
+        raise UserError(f"--load-checkpoint {folder} has {there}, and the team has {num_agents}")
+    return paths
+
+
+def check_files(path, folder):
+    """Raise UserError unless an agent's folder has an adapter's files in `folder`."""
+    for file in (folder / CONFIG, folder / WEIGHTS):
+        if not file.is_file():
+            pickle = f"; {PICKLE} is a pickle, which is not read" if (folder / PICKLE).is_file() else ""
+            raise UserError(f"{path} is incomplete: there is no {file}{pickle}")
+    read_config(folder)
+
+
+def is_plain(path):
+    """Whether a folder is an adapter in peft's format itself."""
+    return os.path.isfile(path / CONFIG)  # False too for what can be no name
+
+
+def adapter_folder(path, role):
+    """Where an agent's folder has the adapter of a role."""
+    return path if is_plain(path) else path / role
+
+
+def saved_roles(path, args):
+    """The adapters that are loaded from an agent's folder."""
+    roles = ["actor"]
+    if (path / "critic").is_dir() and not args.fresh_critic:
+        roles.append("critic")
+    if args.keep_reference:
+        roles.append("reference")
+    return roles
+
+
+def warn_of_other_base(path, base_name):
+    """Warn where a plain peft folder names another base: it has no fingerprint of it, only shapes are checked."""
+    there = read_config(path).base_model_name_or_path
+    if there and os.path.realpath(locate(str(there))) != os.path.realpath(locate(str(base_name))):
+        warnings.warn(f"{path} is of the base {one_line(there, 80)} by its name, not of {base_name}", stacklevel=2)
+
+
+def compare_configs(model, config, args):
+    """`config` merged with the LoRA configurations of --load-checkpoint, and how these differ, by field, in words.
+
+    `model` is the base, without adapters. Raises UserError where they differ, unless --merge-lora-configs.
+    """
+    folder = args.load_checkpoint
+    merged = copy.deepcopy(config)
+    differences = {}
+    for path in dict.fromkeys(check_checkpoint(args)):
+        for role in saved_roles(path, args):
+            saved_folder = adapter_folder(path, role)
+            saved = resolve_modules(model, read_config(saved_folder), saved_folder / CONFIG)
+            differences |= describe_differences(saved, config)
+            if saved.use_dora and not config.use_dora:
+                raise UserError(f"{saved_folder / CONFIG} has use_dora, and takes use_dora here too")
+            merged = merge_configs(model, merged, saved)
+    text = "; ".join(differences.values())
+    if differences and not args.merge_lora_configs:
+        raise UserError(f"--load-checkpoint {folder} takes its LoRA configuration, or --merge-lora-configs: {text}")
+    if args.load_optimizer and differences.keys() - {"lora_dropout"}:
+        raise UserError(f"--load-optimizer takes the LoRA configuration of {folder}, not a merged one: {text}")
+    return merged if differences else config, text
+
+
+def build_config(model, args):
+    """A peft.LoraConfig from the flags, merged with that of --load-checkpoint; warns where they differ.
+
+    Raises UserError for flags that the model can't follow, and where the two differ without --merge-lora-configs.
+    """
+    config = lora_config(model, args)
+    if args.load_checkpoint:
+        folder = args.load_checkpoint
+        config, differences = compare_configs(model, config, args)
+        if differences:
+            merged = f"r {config.r}, target_modules {in_words(config.target_modules)}"
+            if config.modules_to_save:
+                merged += f", modules_to_save {in_words(config.modules_to_save)}"
+            text = f"the LoRA configuration of {folder} differs: {differences}; now {merged}, all else as here"
+            warnings.warn(text, stacklevel=2)
+    return config
+
+
+def load_stage(agents, args):
+    """Start from --load-checkpoint: agent i's actor becomes actor and reference; its critic and head are loaded.
+
+    A critic that the checkpoint lacks is a copy of its actor, and a head that it lacks is new. The policies are the
+    checkpoint's, also in adapters that are wider than its own (`build_config`). Raises UserError.
+    """
+    model = agents[0].model
+    base_fingerprint = fingerprint(model)
+    paths = check_checkpoint(args)
+    for path in dict.fromkeys(paths):
+        if is_plain(path):
+            warn_of_other_base(path, agents[0].base_name)
+        else:
+            check_base(path, model, agents[0].base_name, base_fingerprint)
+    for path, agent in zip(paths, agents):
+        load_adapter(adapter_folder(path, "actor"), model, agent.actor, args.merge_lora_configs)
+        copies = {"critic": agent.critic, "reference": agent.reference}
+        if args.fresh_critic:
+            del copies["critic"]
+        for role, name in copies.items():
+            if name in model.peft_config:
+                copy_adapter(model, agent.actor, name)
+                if role in saved_roles(path, args):
+                    load_adapter(path / role, model, name, args.merge_lora_configs)
+        if not is_plain(path) and not args.fresh_critic and (path / HEAD).is_file():
+            load_head(path / HEAD, agent.value_head)
+    if args.load_optimizer:
+        load_optimizers(paths, agents)
+        if args.fresh_critic:
+            forget_critics(agents)
+
+
+def load_optimizers(paths, agents):
+    """Restore the optimisers' moments and steps from agents' folders where all have them; else warn.
+
+    Learning rates and other settings stay the optimisers' own. Raises UserError where a state does not fit.
+    """
+    missing = without_optimizer(paths)
+    if missing:
+        warnings.warn(f"{missing[0]} has no optimizer's state: the optimizers are new", stacklevel=2)
+        return
+    for path, agent in zip(paths, agents):
+        load_optimizer(path, agent.optimizers[0])
+
+
+def without_optimizer(paths):
+    """Those of agents' folders that have no optimiser's state."""
+    names = ("optimizer.safetensors", "optimizer.json")
+    return [path for path in paths if not all((path / name).is_file() for name in names)]
+
+
+def forget_critics(agents):
+    """Drop the moments of the critics and of their heads."""
+    for agent in agents:
+        optimizer = agent.optimizers[0]
+        for parameter in [*parameters(agent.model, agent.critic), *agent.value_head.parameters()]:
+            optimizer.state.pop(parameter, None)
+
+
+def updates_before(args):
+    """At which update the schedule of --load-checkpoint stood, for --load-optimizer to go on from; else 0.
+
+    Raises UserError where the optimiser's file has no such number.
+    """
+    if not args.load_optimizer:
+        return 0
+    paths = check_checkpoint(args)
+    if without_optimizer(paths):
+        return 0
+    file = paths[0] / "optimizer.json"
+    updates = read_json(file).get("updates", 0)  # 0 in files of the first version
+    if not isinstance(updates, int) or not 0 <= updates < 2**31:
+        raise UserError(f"{file}: updates takes a number of updates, got {one_line(updates, 80)}")
+    return updates
