@@ -111,7 +111,7 @@ class PPOArgs:
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = "first_value"  # V of a turn, from its tokens'
     turn_level_clip: bool = False  # the ratio of a turn, not of each of its tokens; takes turns as actions
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount factor between actions
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda of generalised advantage estimation
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None  # lambda of GAE; none: 0.7 for turns, 0.95 for tokens
     adv_whitening: bool = True  # standardise advantages over the rollout
     clip_coef: PositiveFloat = 0.2  # eps: clip range of the ratio, and of a value's change
     beta: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference; 0: no pass through the reference
@@ -162,6 +162,9 @@ def resolve_args(args, task=None, model=None, env=None):
     granularity = args.action_granularity
     if granularity == "auto":
         granularity = "turn" if max_turns > 1 else "token"
+    gae_lambda = args.gae_lambda
+    if gae_lambda is None:
+        gae_lambda = 0.7 if granularity == "turn" else 0.95
     if model is None:
         config = check_model(args.model, "--model", args.trust_remote_code)
         check_settings(args.model_config, "--model-config", args.model, config)
@@ -174,9 +177,10 @@ def resolve_args(args, task=None, model=None, env=None):
         args,
         max_turns=max_turns,
         action_granularity=granularity,
+        gae_lambda=gae_lambda,
         max_output_tokens=args.max_output_tokens or (72 if args.task else 8),
         max_model_len=min(args.max_model_len or room, room),
-        train_size=args.train_size or (None if args.task else 3200),
+        train_size=args.train_size or (None if args.task else 4800),
         lr_critic=args.lr_actor if args.lr_critic is None else args.lr_critic,
         micro_batch_size_per_gpu=args.micro_batch_size_per_gpu or args.batch_size,
     )

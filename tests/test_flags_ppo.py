@@ -375,12 +375,16 @@ def test_an_action_is_a_turn_where_there_may_be_several(flags, expected):
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ({}, {"max_turns": 6, "max_output_tokens": 8, "train_size": 3200}),
+        ({}, {"max_turns": 6, "max_output_tokens": 8, "train_size": 4800}),
         ({"task": "tldr"}, {"max_turns": 1, "max_output_tokens": 72, "train_size": None}),
         (
             {"max_turns": 2, "max_output_tokens": 3, "train_size": 70},
             {"max_turns": 2, "max_output_tokens": 3, "train_size": 70},
         ),
+        ({}, {"gae_lambda": 0.7}),
+        ({"action_granularity": "token"}, {"gae_lambda": 0.95}),
+        ({"task": "tldr"}, {"gae_lambda": 0.95}),
+        ({"gae_lambda": 0.3}, {"gae_lambda": 0.3}),
         ({"lr_actor": 0.5}, {"lr_critic": 0.5}),
         ({"lr_critic": 0.0}, {"lr_critic": 0.0}),
         ({"batch_size": 7}, {"micro_batch_size_per_gpu": 7}),
