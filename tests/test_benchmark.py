@@ -116,6 +116,15 @@ def test_each_worker_takes_a_gpu(script, monkeypatch):
     assert sorted(call["gpus"] for call in calls()) == ["4", "4", "7", "7"]
 
 
+def test_each_process_of_a_run_takes_a_gpu(script, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    jobs = benchmark.jobs_of(benchmark.Args(command=f"{script} --sleep 0.6", seeds=(1, 2), name="x"))
+    for job in jobs:
+        job.num_processes = 2
+    benchmark.run_jobs(jobs, "out", workers=2)
+    assert sorted(call["gpus"] for call in calls()) == ["4,5", "6,7"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stopped_runs_are_resumed(script, number):
     flags = ["--command", f"{script} --sleep 60", "--seeds", "1", "2", "--workers", "2", "--output-dir", "out"]
@@ -256,6 +265,26 @@ def test_slurm_script_makes_the_same_runs(script, capsys):
         assert again.output_dir == "o ut"
         made += benchmark.jobs_of(again)
     assert [(job.name, job.argv) for job in made] == [(job.name, job.argv) for job in benchmark.jobs_of(args)]
+
+
+def test_torchrun_starts_the_processes_of_a_run(script):
+    args = benchmark.Args(command=f"{script} --flag 1", seeds=(1,), nproc_per_node=2, slurm_template=True)
+    (job,) = benchmark.jobs_of(args)
+    python, name = shlex.split(script)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert job.argv == [python, *launcher, name, "--flag", "1", "--seed", "1"]
+    text = benchmark.slurm_script(args, [job])
+    assert "#SBATCH --cpus-per-task=2\n##SBATCH --gpus-per-task=2\n" in text
+    assert "--nproc-per-node 2" in text
+
+
+def test_two_processes_make_one_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command = f"python ippo_llm.py {TINY}"
+    jobs = benchmark.jobs_of(benchmark.Args(command=command, tasks=("tldr",), seeds=(3,), nproc_per_node=2))
+    assert not benchmark.run_jobs(jobs, tmp_path)
+    text = (tmp_path / f"{jobs[0].name}.log").read_text()
+    assert text.count("the run is in") == 1
 
 
 def test_a_real_run_again_has_the_same_metrics(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ A run that fails is named, and the others go on. Given again, the command leaves
 with those that were stopped. <output-dir>/manifest.json says of every run how it was made: command, commit, versions,
 machine, wall time, and a digest of its metrics (those of time aside) that is the same wherever the metrics are.
 
-Where CUDA_VISIBLE_DEVICES names several GPUs, workers take one each, in turns.
+Where CUDA_VISIBLE_DEVICES names several GPUs, workers take one each, in turns, or one for each process of a run.
 """
 
 import contextlib
@@ -50,7 +50,8 @@ class BenchmarkArgs:
     tasks: tuple[str, ...] = ()  # values of --task; none: what the command says, or the script's own
     seeds: tuple[int, ...] = (1, 2, 3)  # values of --seed
     workers: PositiveInt = 1  # runs at a time
-    threads: PositiveInt = 1  # threads of each on the CPU; another number changes a run, at first in its last digits
+    nproc_per_node: PositiveInt = 1  # processes of each run, started by torchrun on this machine
+    threads: PositiveInt = 1  # threads of each process on the CPU; another number changes a run, in its last digits
     name: str | None = None  # name of the command's folder; none: made from the command
     output_dir: str = "runs/benchmark"  # folder of the runs and of manifest.json
     slurm_template: bool = False  # print a Slurm job script that makes the same runs, and run nothing
@@ -68,6 +69,7 @@ class Job:
     name: str
     argv: list  # the command, task and seed included, folder not
     python: str = sys.executable  # what runs it, where its first word is python
+    num_processes: int = 1  # each takes a GPU
     resumable: bool = True  # whether the command knows --resume; else --overwrite begins a stopped run anew
     process: subprocess.Popen | None = field(default=None, repr=False)
     slot: int = 0
@@ -92,13 +94,17 @@ def jobs_of(args):
     if name != Path(name).name or name == "..":
         raise UserError(f"--name takes the name of a folder, got {name}")
     check_seeds(args.seeds)
+    if args.nproc_per_node > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc_per_node}"]
+        words[words.index(script) : words.index(script)] = launcher
     jobs = {}
     for task in args.tasks or (None,):
         for seed in args.seeds:
             folder = f"{name}/{Path(task).stem if task else 'run'}__{seed}"
             if folder in jobs:
                 raise UserError(f"--tasks names {folder} twice")
-            jobs[folder] = Job(folder, [*words, *(["--task", task] if task else []), "--seed", str(seed)])
+            argv = [*words, *(["--task", task] if task else []), "--seed", str(seed)]
+            jobs[folder] = Job(folder, argv, num_processes=args.nproc_per_node)
     return [*jobs.values()]
 
 
@@ -179,7 +185,9 @@ def start(job, output_dir, threads):
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if len(gpus) > 1:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus[job.slot % len(gpus)]
+        first = job.slot * job.num_processes
+        own_gpus = [gpus[(first + k) % len(gpus)] for k in range(job.num_processes)]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus)
     tqdm.write(f"{'going on' if begun else 'starting'}  {job.name}")
     job.started = time.time()
     with writing(output_dir):
@@ -272,13 +280,13 @@ def slurm_script(args, jobs):
     """A job array for Slurm's sbatch, a run in each job; they record themselves in one manifest."""
     tasks, seeds = (shlex.join(map(str, values)) for values in (args.tasks or ("",), args.seeds))
     own = ["--command", args.command, "--name", Path(jobs[0].name).parts[0], "--output-dir", args.output_dir]
-    own += ["--threads", str(args.threads)]
+    own += ["--threads", str(args.threads), "--nproc-per-node", str(args.nproc_per_node)]
     task = '--tasks "${tasks[SLURM_ARRAY_TASK_ID / ${#seeds[@]}]}" ' if args.tasks else ""
     return f"""#!/bin/bash
 #SBATCH --job-name={own[3]}
 #SBATCH --array=0-{len(jobs) - 1}%{args.workers}
-#SBATCH --cpus-per-task={args.threads}
-##SBATCH --gpus-per-task=1
+#SBATCH --cpus-per-task={args.threads * args.nproc_per_node}
+##SBATCH --gpus-per-task={args.nproc_per_node}
 #SBATCH --mem-per-cpu=4G
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:TERM@600
