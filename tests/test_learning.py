@@ -82,11 +82,13 @@ def test_programmers_share_the_work(tmp_path, seed):
 @SEEDS
 def test_a_player_comes_near_to_binary_search(tmp_path, seed):
     rows = train(ppo_llm, tmp_path, seed=seed)
-    assert float(rows[-1]["fitness"]) >= 0.9 * guess.optimum(6)
-    assert mean(last_tenth(rows)) >= 0.65 * guess.optimum(6)
+    assert float(rows[-1]["fitness"]) >= 0.57  # 0.587, 0.598, 0.575 with seeds 1, 2, 3 on one thread
+    assert mean(last_tenth(rows)) >= 0.8 * guess.optimum(6)
 
 
 @pytest.mark.slow
-def test_two_agents_on_one_base_coordinate(tmp_path):
-    rows = train(ppo_llm, tmp_path, task="tldr", num_agents=2)
+@SEEDS
+def test_two_agents_on_one_base_coordinate(tmp_path, seed):
+    rows = train(ppo_llm, tmp_path, task="tldr", num_agents=2, seed=seed)
+    assert float(rows[-1]["fitness"]) >= 2.2  # 2.29, 2.55, 2.55 on one thread
     assert mean(last_tenth(rows)) >= 2.1
