@@ -44,7 +44,7 @@ from utils.causal_lm import check_padding, forward
 from utils.cli import Settings, UserError, check_needs, command_line, flags
 from utils.faults import Faults
 from utils.metrics import average, explained_variance, team_metrics
-from utils.models import check_model, check_settings, from_pretrained, loading, per_agent
+from utils.models import check_model, from_pretrained, loading, per_agent, place
 from utils.prompts import end_tokens, render
 from utils.run import FolderArgs, Run, run_folder
 from utils.tasks.made_text import posts
@@ -72,7 +72,7 @@ class ModelArgs:
     num_agents: PositiveInt = 2  # agents in the team, each with its own copy of its model
     use_separate_critic: bool = False  # give each agent a critic model of its own, instead of a value head on its actor
     critic_model_name_or_path: tuple[str, ...] = ()  # what separate critics start from, one or one each; none: --model
-    critic_model_config: Settings = field(default_factory=dict)  # settings that separate critics are loaded with
+    critic_model_config: Settings = field(default_factory=dict)  # settings that critics of that name are loaded with
     critic_value_head_hidden_dim: PositiveInt | None = None  # hidden units of a separate critic's head; none: linear
     value_head_hidden_dim: PositiveInt | None = None  # hidden units of the value head on an actor; none: linear
     dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the models' weights
@@ -174,16 +174,15 @@ def check_models(args, model=None):
     """
     if args.critic_model_name_or_path:
         for name in per_agent(CRITIC_FLAG, args.critic_model_name_or_path, args.num_agents):
-            config = check_model(name, CRITIC_FLAG, args.trust_remote_code)
-            check_settings(args.critic_model_config, "--critic-model-config", name, config)
+            settings = args.critic_model_config
+            check_model(name, CRITIC_FLAG, args.trust_remote_code, settings, "--critic-model-config")
     if model is not None:
         if args.model_config:
             raise UserError("--model-config has no effect on a model that is loaded")
         return [model.config] * args.num_agents
     configs = []
     for name in per_agent("--model", args.model, args.num_agents):
-        config = check_model(name, "--model", args.trust_remote_code)
-        check_settings(args.model_config, "--model-config", name, config)
+        config = check_model(name, "--model", args.trust_remote_code, args.model_config, "--model-config")
         if "quantization_config" in args.model_config or hasattr(config, "quantization_config"):
             raise UserError(f"--model {name}: quantized weights can't learn; ppo_llm.py takes them, under adapters")
         configs.append(config)
@@ -332,7 +331,8 @@ def load_model(auto_class, flag, name, settings, args, device):
 def load_tokenizer(name, args):
     """A model's tokenizer. Raises UserError."""
     with loading("--model", name) as path:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        options = place(args.model_config)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
 
 
 def add_padding(tokenizer):
@@ -539,7 +539,12 @@ def sample(agent, prompts, args, generator):
 
 
 def act(agent, prompts, args, generator=None):
-    """An agent's responses, B strings, to B prompts, strings or chats. Raises UserError."""
+    """An agent's responses, B strings, to B prompts, strings or chats; with no generator those of the likeliest tokens.
+
+    Raises UserError.
+    """
+    if generator is None:
+        args = replace(args, do_sample=False, top_p=1.0, top_k=0)
     texts = [render(prompt, agent.tokenizer) for prompt in prompts]
     rollout = sample(agent, texts, args, generator)
     return [turns[0] for turns in rollout.responses]

@@ -49,7 +49,7 @@ from utils.envs import EnvArgs, Games, load_env
 from utils.faults import Faults
 from utils.lora import LoraArgs, check_lora_args
 from utils.metrics import average, explained_variance, team_metrics
-from utils.models import check_model, check_settings, from_pretrained, loading
+from utils.models import check_model, from_pretrained, loading, place
 from utils.prompts import end_tokens, render, reply
 from utils.run import FolderArgs, Run, run_folder
 
@@ -166,8 +166,7 @@ def resolve_args(args, task=None, model=None, env=None):
     if gae_lambda is None:
         gae_lambda = 0.7 if granularity == "turn" else 0.95
     if model is None:
-        config = check_model(args.model, "--model", args.trust_remote_code)
-        check_settings(args.model_config, "--model-config", args.model, config)
+        config = check_model(args.model, "--model", args.trust_remote_code, args.model_config, "--model-config")
     elif args.model_config:
         raise UserError("--model-config has no effect on a model that is loaded")
     else:
@@ -384,7 +383,8 @@ def load_base(args, device, model=None, tokenizer=None):
 def load_tokenizer(name, args):
     """A model's tokenizer. Raises UserError."""
     with loading("--model", name) as path:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        options = place(args.model_config)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
 
 
 def add_padding(tokenizer):

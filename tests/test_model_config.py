@@ -38,6 +38,14 @@ def test_models_have_the_settings(script, tmp_path):
     assert model.config.rope_parameters == ROPE
 
 
+@SCRIPTS
+def test_limits_are_those_of_the_settings(script, tmp_path):
+    flags = {"max_model_len": 100} if script is ppo_llm else {"max_prompt_length": 100}
+    settings = {"max_position_embeddings": 90, "revision": "main"}
+    with pytest.raises(UserError, match="90 positions|more than 18 tokens"):
+        script.main(script.Args(model_config=settings, output_dir=str(tmp_path / "run"), task="tldr", **flags))
+
+
 BAD = {
     "colour=1": "--model-config takes what the configuration of .* has, or revision, .*, got colour",
     "dtype=bfloat16": "--model-config dtype: it is a flag of its own, --dtype",

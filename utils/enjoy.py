@@ -151,14 +151,14 @@ def load_teams(run, args):
     names = per_agent("--model", args.model, args.num_agents)
     folders = [Path(run) / f"agent_{i}" for i in range(args.num_agents)]
     for name in dict.fromkeys(names):
-        check_model(name, "--model", args.trust_remote_code)
+        check_model(name, "--model", args.trust_remote_code, args.model_config, "--model-config")
 
-    def load(name, flag="--model"):
-        model = load_model(str(name), flag, args.dtype, args.attn_implementation, args.trust_remote_code)
-        tokenizer = load_tokenizer(str(name), flag, args.trust_remote_code)
+    def load(name, flag="--model", settings=None):
+        model = load_model(str(name), flag, args.dtype, args.attn_implementation, args.trust_remote_code, settings)
+        tokenizer = load_tokenizer(str(name), flag, args.trust_remote_code, settings)
         return Writer(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
-    bases = {name: load(name) for name in dict.fromkeys(names)}
+    bases = {name: load(name, settings=args.model_config) for name in dict.fromkeys(names)}
     untouched = [bases[name] for name in names]
     if not hasattr(args, "lora_rank"):
         return untouched, [load(path, "the agent in") for path in folders]

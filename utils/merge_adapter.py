@@ -7,6 +7,7 @@ AutoModelForCausalLM and AutoTokenizer open OUT like any other model.
 
 import os
 import shutil
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer
 
 from utils.adapters import WEIGHTS, add_adapters, check_base, load_adapter
 from utils.checkpoint import BASE
-from utils.cli import UserError, command_line, flags
+from utils.cli import Settings, UserError, command_line, flags
 from utils.files import read_json
 from utils.lora import CONFIG, read_config
 from utils.models import load_model
@@ -30,6 +31,7 @@ class MergeArgs:
     agent: tyro.conf.Positional[str] = ""  # folder of an agent, RUN/agent_0
     out: tyro.conf.Positional[str] = ""  # folder to write; it must not be there yet
     model: str | None = None  # folder or hub name of the base; none: the name that the agent's folder has
+    model_config: Settings = field(default_factory=dict)  # settings that the base is loaded with, JSON values by name
     dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the merged weights
     trust_remote_code: bool = False  # run code that comes with a hub model
 
@@ -53,7 +55,8 @@ def main(args):
     name = args.model or read_json(agent / BASE).get("base")
     config = read_config(agent / "actor")
     config.base_model_name_or_path = None
-    base = load_model(str(name), "--model", args.dtype, trust_remote_code=args.trust_remote_code)
+    options = {"trust_remote_code": args.trust_remote_code, "settings": args.model_config}
+    base = load_model(str(name), "--model", args.dtype, **options)
     check_base(agent, base, name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(agent)

@@ -26,16 +26,25 @@ def per_agent(flag, names, num_agents):
     return names * num_agents if len(names) == 1 else names
 
 
-# What --model-config takes beside a configuration's own settings, and what has a flag of its own
-LOADING = ("revision", "subfolder", "variant", "quantization_config", "cache_dir", "token", "local_files_only")
-FLAGS = ("dtype", "attn_implementation", "trust_remote_code")
+PLACE = ("revision", "subfolder", "cache_dir", "local_files_only")  # settings that say where a model and tokenizer are
+LOADING = (*PLACE, "variant", "quantization_config")  # settings of from_pretrained, beside those of a configuration
+FLAGS = ("dtype", "attn_implementation", "trust_remote_code")  # settings that are flags
 
 
-def check_model(name, flag, trust_remote_code):
-    """A model's configuration. Raises UserError unless it is a folder, was downloaded before, or is in reach."""
+def place(settings):
+    """Those settings that say where a model, and its tokenizer, are to be had."""
+    return {key: value for key, value in settings.items() if key in PLACE}
+
+
+def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None):
+    """A model's configuration, with the user's settings.
+
+    Raises UserError unless it is a folder, was downloaded before, or is in reach, and for settings that it lacks.
+    """
+    settings = settings or {}
     name = locate(name)
     if Path(name).exists():
-        if not (Path(name) / "config.json").is_file():
+        if not (Path(name) / settings.get("subfolder", "") / "config.json").is_file():
             raise UserError(f"{flag} takes a model's folder or a hub name, and {name} has no config.json")
     else:
         try:
@@ -46,21 +55,17 @@ def check_model(name, flag, trust_remote_code):
             message = f"{flag} takes a model's folder or a hub name; {name} is no folder and can't be reached"
             raise UserError(f"{message}: {reason}") from error
     with loading(flag, name) as path:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-
-
-def check_settings(settings, flag, name, config):
-    """Raise UserError for settings that a model of that name, with that configuration, does not take."""
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **place(settings))
     for key in settings:
         if key in FLAGS:
-            raise UserError(f"{flag} {key}: it is a flag of its own, {flag_name(key)}")
+            raise UserError(f"{settings_flag} {key}: it is a flag of its own, {flag_name(key)}")
         if key not in LOADING and not hasattr(config, key):
             takes = f"what the configuration of {name} has, or {', '.join(LOADING)}"
-            raise UserError(f"{flag} takes {takes}, got {key}")
+            raise UserError(f"{settings_flag} takes {takes}, got {key}")
     try:
-        AutoConfig.from_pretrained(locate(name), **settings)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **settings)
     except Exception as error:
-        raise UserError(f"{flag} {' '.join(write_settings(settings))}: {one_line(error)}") from error
+        raise UserError(f"{settings_flag} {' '.join(write_settings(settings))}: {one_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -91,7 +96,7 @@ def from_pretrained(auto_class, path, *, attn_implementation, **options):
     return model
 
 
-def load_model(name, flag, dtype="float32", attn_implementation="sdpa", trust_remote_code=False):
+def load_model(name, flag, dtype="float32", attn_implementation="sdpa", trust_remote_code=False, settings=None):
     """The causal language model of a folder or of the hub, in eval mode. Raises UserError."""
     with loading(flag, name) as path:
         model = from_pretrained(
@@ -100,14 +105,16 @@ def load_model(name, flag, dtype="float32", attn_implementation="sdpa", trust_re
             dtype=getattr(torch, dtype),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            **(settings or {}),
         )
     return model.eval().requires_grad_(False)
 
 
-def load_tokenizer(name, flag, trust_remote_code=False):
+def load_tokenizer(name, flag, trust_remote_code=False, settings=None):
     """A model's tokenizer, with a pad token. Raises UserError."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=trust_remote_code)
+        options = place(settings or {})
+        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **options)
     except Exception as error:
         raise UserError(f"{flag} {name} has no tokenizer that can be loaded: {error}") from error
     if tokenizer.pad_token is None:
