@@ -122,9 +122,6 @@ def average_gradients(parameters):
     """Average gradients over the processes, in place. Where only some processes have one, it is 0 in the others."""
     if world_size() == 1:
         return
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    if not parameters:
-        return
     here = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=parameters[0].device)
     for parameter, processes in zip(parameters, total(here).tolist()):
         if processes > 0:
