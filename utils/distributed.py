@@ -101,12 +101,10 @@ def mean(x):
 
 
 def gather(x):
-    """The tensors of all processes, of one shape [R, ...], as one [processes * R, ...], in order of rank."""
+    """The tensors of all processes, [R, ...], each with an R of its own, as one, in order of rank."""
     if world_size() == 1:
         return x
-    gathered = [torch.empty_like(x) for _ in range(world_size())]
-    dist.all_gather(gathered, x.detach().contiguous())
-    return torch.cat(gathered)
+    return torch.cat(gather_objects(x.detach().cpu())).to(x.device)
 
 
 def gather_objects(x):
