@@ -1160,8 +1160,6 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     rows of a datasets.Dataset or a list of dicts, replace the task's own.
     """
     device = distributed.start()
-    rank = distributed.rank()
-    processes = distributed.world_size()
     args = resolve_args(args or Args(), task, model, env)
     if args.task:
         data = load_task_data(args, task, tokenizer, train_dataset, eval_dataset)
@@ -1175,13 +1173,13 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
     set_seed(args.seed)
     agents = build_agents(args, device, updates, model, tokenizer)
-    generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * rank)
+    generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * distributed.rank())
     with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
         size = args.rollout_buffer_size
         data = tasks.batches(train_items, size, args.num_train_epochs, args.seed, run.step, updates)
         for step, items in run.updates(data):
             # 1. Every agent plays, and the environment or the task scores.
-            items = items[rank::processes]
+            items = items[distributed.rank() :: distributed.world_size()]
             rollouts = play(agents, task, items, args, generator, run.phase)
 
             # 2. Each agent learns alone.
