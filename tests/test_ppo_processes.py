@@ -109,10 +109,12 @@ def test_what_two_processes_save_opens_in_peft(pair, small_model):
 # --- Shares that differ -----------------------------------------------------------------------------------------------
 
 
-def test_two_processes_with_several_mini_batches_go_on_to_the_same_bits(env, small_model, tmp_path):
+@pytest.mark.parametrize("on", ["games", "a task"])
+def test_two_processes_with_several_mini_batches_go_on_to_the_same_bits(env, small_model, tmp_path, on):
     run = tmp_path / "run"
     flags = [*SIZES.split(), "--batch-size", 4, "--eval-loop", 1, "--max-steps", 32, "--lora-dropout", 0.1]
-    finish_two("ppo_llm", *flags, "--model", small_model, "--env", env, "--output-dir", run, "--save-interval", 2)
+    flags += ["--env", env] if on == "games" else ["--task", "number", "--num-agents", 2]
+    finish_two("ppo_llm", *flags, "--model", small_model, "--output-dir", run, "--save-interval", 2)
     shutil.copytree(run, tmp_path / "whole")
     shutil.rmtree(run / "checkpoints/update_000004")
     finish_two("ppo_llm", "--resume", run)
