@@ -12,14 +12,15 @@ standardised after G is taken. With turns as actions, each token of a turn has t
 
     python ppo_llm.py                                   guess a number in at most six turns
     python ppo_llm.py --task tldr --num-agents 2        two agents summarise, one turn
+    torchrun --nproc-per-node 2 ppo_llm.py              two processes, each with half of the episodes
 
 An episode in an environment is one transcript: prompt, response, observation, response ... Only what the agent sampled,
 the end of its turn included, is an action, and one forward pass learns from all turns. After its end, and after its
 last turn, an episode is worth 0; where it is truncated, by the environment or for lack of room, V of its end. N agents
 share one frozen base; each has its own LoRA adapters (actor, critic, reference) and value head.
 
-Simplified: one process. The base stays in eval mode; LoRA's dropout, if any, is on only while learning. With --top-p,
---top-k, --min-p or --repetition-penalty pi_old is still the distribution without them.
+Simplified: the base stays in eval mode; LoRA's dropout, if any, is on only while learning. With --top-p, --top-k,
+--min-p or --repetition-penalty pi_old is still the distribution without them.
 Source: AgileRL's page on LLMPPO; PPO (arXiv 1707.06347); GAE (arXiv 1506.02438); LoRA (arXiv 2106.09685).
 
 Shapes: B episodes of a rollout, T turns of an episode, R transcripts of an episode (1 in an environment, T on a task,
@@ -40,6 +41,7 @@ import transformers
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import nn
 from torch.nn.functional import pad
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from utils import adapters, distributed, stages, tasks
@@ -89,7 +91,7 @@ class PolicyArgs:
 class GenerationArgs:
     """Sampling: how episodes are played."""
 
-    rollout_buffer_size: PositiveInt = 64  # episodes between two updates
+    rollout_buffer_size: PositiveInt = 64  # episodes between two updates, over all processes
     max_turns: PositiveInt | None = None  # turns of an episode; none: 6 in an environment, 1 on a task
     early_termination_threshold: float | None = None  # on a task: end an episode after a mean reward above this
     max_output_tokens: PositiveInt | None = None  # longest response; none: 8 tokens in an environment, 72 on a task
@@ -118,8 +120,8 @@ class PPOArgs:
     vf_coef: NonNegativeFloat = 0.5  # weight of the value loss
     ent_coef: NonNegativeFloat = 0.0  # c, the weight of the entropy bonus
     update_epochs: PositiveInt = 2  # passes over a rollout
-    batch_size: PositiveInt = 16  # episodes in an optimiser step
-    micro_batch_size_per_gpu: PositiveInt | None = None  # episodes in a forward pass; none: --batch-size
+    batch_size: PositiveInt = 16  # episodes in an optimiser step, over all processes
+    micro_batch_size_per_gpu: PositiveInt | None = None  # episodes in a forward pass; none: its share of --batch-size
 
 
 @flags
@@ -172,6 +174,7 @@ def resolve_args(args, task=None, model=None, env=None):
     else:
         config = model.config
     room = getattr(config.get_text_config(), "max_position_embeddings", None) or args.max_model_len or NO_LIMIT
+    own_batch_size = math.ceil(args.batch_size / distributed.world_size())
     args = replace(
         args,
         max_turns=max_turns,
@@ -181,7 +184,7 @@ def resolve_args(args, task=None, model=None, env=None):
         max_model_len=min(args.max_model_len or room, room),
         train_size=args.train_size or (None if args.task else 4800),
         lr_critic=args.lr_actor if args.lr_critic is None else args.lr_critic,
-        micro_batch_size_per_gpu=args.micro_batch_size_per_gpu or args.batch_size,
+        micro_batch_size_per_gpu=args.micro_batch_size_per_gpu or own_batch_size,
     )
     if args.task and args.max_prompt_length is None and args.max_model_len < NO_LIMIT:
         args = replace(args, max_prompt_length=max(1, args.max_model_len - args.max_output_tokens))
@@ -191,8 +194,12 @@ def resolve_args(args, task=None, model=None, env=None):
 
 def check_args(args):
     """Raise UserError for flags that do not go together, before anything is loaded or written."""
-    if distributed.world_size() > 1:
-        raise UserError(f"ppo_llm.py takes one process, got {distributed.world_size()}")
+    processes = distributed.world_size()
+    if args.rollout_buffer_size % processes:
+        takes = f"a multiple of {processes} processes"
+        raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
+    if args.batch_size % processes:
+        raise UserError(f"--batch-size takes a multiple of {processes} processes, got {args.batch_size}")
     if args.env and args.task:
         raise UserError(f"--env {args.env} and --task {args.task} are two things to train on; give one")
     if args.num_agents > 1 and args.task is None:
@@ -463,7 +470,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] 1 where an episode was cut short: its end is worth V, in place of 0
     prompts: list  # B lists of a string for each turn played
     responses: list  # B lists of a string for each turn played
-    items: list  # B items or seeds
+    items: list  # B items or seeds; none where there was no episode to play
 
     @property
     def mask(self):
@@ -472,8 +479,8 @@ class Rollout:
 
     @property
     def has_tokens(self):
-        """[B, R] whether a transcript has sampled tokens; a forward pass reads only these."""
-        return self.mask.any(-1)
+        """[B, R] whether a transcript has tokens; a forward pass reads only these."""
+        return self.response_mask.any(-1)
 
     @property
     def played(self):
@@ -498,19 +505,28 @@ class Rollout:
             truncated=self.truncated[rows],
             prompts=[self.prompts[row] for row in rows.tolist()],
             responses=[self.responses[row] for row in rows.tolist()],
-            items=[self.items[row] for row in rows.tolist()],
+            items=[self.items[row] for row in rows.tolist() if self.items],
         )
 
 
 def collate(episodes, rewards, processed_rewards, items, agent, args):
-    """B lists of up to R transcripts, with B lists of rewards for each turn played, as a rollout."""
+    """B lists of up to R transcripts, with B lists of rewards for each turn played, as a rollout.
+
+    With no episodes it is a rollout of one, of no turn, so that a process without any takes part in all that follows.
+    """
+    pad_id = agent.tokenizer.pad_token_id
+    if not episodes:
+        blank = Transcript([], [pad_id])
+        blank.add_observation([pad_id])
+        episodes = [[blank]]
+        rewards = [[]]
+        processed_rewards = [[]]
     transcripts = [transcript for episode in episodes for transcript in episode]
     B = len(episodes)
     R = args.max_turns if args.task else 1
     T = args.max_turns
     P = max(len(transcript.prompt_ids) for transcript in transcripts)
     L = max(len(transcript.response_ids) for transcript in transcripts)
-    pad_id = agent.tokenizer.pad_token_id
     device = agent.model.device
     rollout = Rollout(
         prompt_ids=torch.full((B, R, P), pad_id, device=device),
@@ -688,7 +704,7 @@ def play_environment(agent, make_environment, items, args, generator, phase):
             observe(games, k, transcripts[k], agent.tokenizer, args)
 
     for k, error in games.dropped.items():
-        distributed.say(f"the episode of seed {items[k]['seed']} is dropped: {error}")
+        tqdm.write(f"the episode of seed {items[k]['seed']} is dropped: {error}")
     kept = [k for k in transcripts if k not in games.dropped]
     episodes = [[transcripts[k]] for k in kept]
     rewards = [games.rewards[k] for k in kept]
@@ -792,6 +808,11 @@ def critic_values(agent, rollout, args):
     return scatter(values, rollout.has_tokens)
 
 
+def masked_mean(x, mask):
+    """This process's share of the mean of x over the mask's ones: averaged over the processes, it is the mean."""
+    return (x * mask).sum() / distributed.mean(mask.sum())
+
+
 @torch.no_grad()
 def compute_logprobs(agent, adapter, rollout, args):
     """log pi(a|h) [B, R, L] of an adapter (None: the base), a part of the rollout at a time."""
@@ -822,7 +843,7 @@ def samples_exactly(args):
 
 
 def standardise(x, mask, eps=1e-6):
-    """(x - mean) / max(deviation, eps) over the mask's ones, 0 elsewhere."""
+    """(x - mean) / max(deviation, eps) over the mask's ones in all processes, 0 elsewhere."""
     count = distributed.total(mask.sum())
     mean = distributed.total((x * mask).sum()) / count
     deviation = (distributed.total(((x - mean) ** 2 * mask).sum()) / count).sqrt()
@@ -867,7 +888,7 @@ def bootstrap_rewards(rollout, values, args):
     end = rollout.response_mask.sum(-1, keepdim=True)
     end_value = values.gather(-1, end)[:, -1, 0]  # only games are truncated, and they have one transcript
     future = args.gamma * rollout.truncated * end_value
-    last_turn = rollout.played.sum(1, keepdim=True) - 1
+    last_turn = (rollout.played.sum(1, keepdim=True) - 1).clamp(min=0)
     return rollout.processed_rewards.scatter_add(1, last_turn, future[:, None])
 
 
@@ -924,8 +945,8 @@ class Batch:
     returns: torch.Tensor  # the critic's targets
     action_mask: torch.Tensor  # 1 on actions
     part_size: int  # episodes in a forward pass
-    num_tokens: torch.Tensor | None = None  # sampled tokens of the whole mini-batch
-    num_actions: torch.Tensor | None = None  # actions of the whole mini-batch
+    num_tokens: torch.Tensor | None = None  # sampled tokens of the whole mini-batch, on average over the processes
+    num_actions: torch.Tensor | None = None  # actions of the whole mini-batch, on average over the processes
 
     def select(self, rows):
         """The episodes of these rows, trimmed as Rollout.select does: turns have nothing to trim."""
@@ -940,6 +961,17 @@ class Batch:
             action_mask=self.action_mask[rows, :, :L],
         )
 
+    def blank(self):
+        """The first episode without its actions: a mini-batch from which nothing is learned."""
+        first = self.select(torch.zeros(1, dtype=torch.long, device=self.action_mask.device))
+        rollout = first.rollout
+        return replace(
+            first,
+            rollout=replace(rollout, turn_of_token=torch.full_like(rollout.turn_of_token, -1)),
+            advantages=torch.zeros_like(first.advantages),
+            action_mask=torch.zeros_like(first.action_mask),
+        )
+
     def split(self, num_parts):
         """Parts whose losses add up to the batch's own: micro-batches, `num_parts` times as many as planned."""
         part_size = math.ceil(min(self.part_size, len(self.action_mask)) / num_parts)
@@ -948,12 +980,18 @@ class Batch:
 
 
 def minibatches(batch, args, generator):
-    """The mini-batches of a rollout's batch, in a new random order; an episode's turns stay together."""
+    """The mini-batches of a rollout's batch, in a new random order; an episode's turns stay together.
+
+    All processes have as many as the one with the most episodes; those that one lacks are blank.
+    """
     order = torch.randperm(len(batch.action_mask), generator=generator, device=generator.device)
-    for rows in order.split(args.batch_size):
-        minibatch = batch.select(rows)
-        minibatch.num_tokens = minibatch.rollout.mask.sum()
-        minibatch.num_actions = minibatch.action_mask.sum()
+    size = args.batch_size // distributed.world_size()
+    most = max(distributed.gather_objects(len(order)))
+    for start in range(0, most, size):
+        rows = order[start : start + size]
+        minibatch = batch.select(rows) if len(rows) else batch.blank()
+        minibatch.num_tokens = distributed.mean(minibatch.rollout.mask.sum())
+        minibatch.num_actions = distributed.mean(minibatch.action_mask.sum())
         yield minibatch
 
 
@@ -1013,6 +1051,7 @@ def optimizer_step(agent, args):
     parameters = []
     for group in optimizer.param_groups:
         parameters += group["params"]
+    distributed.average_gradients(parameters)
     norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
     finite = agent.faults.finite([norm])
     if finite:
@@ -1023,27 +1062,31 @@ def optimizer_step(agent, args):
 
 def describe_drift(rollout, reference_logprobs):
     """How far an agent is from its reference: metrics, means over tokens in nats."""
-    num_tokens = rollout.mask.sum()
     return {
-        "kl": ((rollout.logprobs - reference_logprobs) * rollout.mask).sum() / num_tokens,
-        "reference_logprob": (reference_logprobs * rollout.mask).sum() / num_tokens,
+        "kl": masked_mean(rollout.logprobs - reference_logprobs, rollout.mask),
+        "reference_logprob": masked_mean(reference_logprobs, rollout.mask),
     }
 
 
 def describe_update(batch, history):
     """What an agent's update was like: metrics of the rollout, and means over its optimiser steps."""
     rollout = batch.rollout
-    metrics = {"response_length": rollout.mask.sum() / rollout.played.sum()}
+    metrics = {"response_length": rollout.mask.sum() / distributed.mean(rollout.played.sum())}
     metrics |= average(history)
     metrics["explained_variance"] = explained_variance(batch.returns, batch.old_values, batch.action_mask)
     return metrics
 
 
 def describe_episodes(task, items, rollouts, args):
-    """Metrics of the task's own, or how many games were truncated and how many dropped."""
+    """Metrics of the task's own, or how many games were truncated and how many dropped.
+
+    Averaged over the processes, they are the numbers of games in all of them.
+    """
     if args.task:
         return tasks.extra_metrics(task, rollouts)
-    return {"truncated": rollouts[0].truncated.sum(), "dropped": float(len(items) - len(rollouts[0].items))}
+    processes = distributed.world_size()
+    dropped = len(items) - len(rollouts[0].items)
+    return {"truncated": processes * rollouts[0].truncated.sum(), "dropped": float(processes * dropped)}
 
 
 def update_reference(agent, step, num_items, args):
@@ -1084,8 +1127,9 @@ def load_task_data(args, task, tokenizer, train_dataset, eval_dataset):
 
 
 def evaluate(agents, task, items, args):
-    """The mean score of the likeliest answers to held-out items."""
-    rollouts = play(agents, task, items, args, generator=None, phase=lambda name: None)
+    """The mean score of the likeliest answers to held-out items, of which each process plays its share."""
+    own_items = items[distributed.rank() :: distributed.world_size()]
+    rollouts = play(agents, task, own_items, args, generator=None, phase=lambda name: None)
     return team_metrics(rollouts)["reward_mean"]
 
 
@@ -1137,12 +1181,13 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
     set_seed(args.seed)
     agents = build_agents(args, device, updates, model, tokenizer)
-    generator = torch.Generator(device).manual_seed(args.seed)
+    generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * distributed.rank())
     with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
         size = args.rollout_buffer_size
         data = tasks.batches(train_items, size, args.num_train_epochs, args.seed, run.step, updates)
         for step, items in run.updates(data):
             # 1. Every agent plays, and the environment or the task scores.
+            items = items[distributed.rank() :: distributed.world_size()]
             rollouts = play(agents, task, items, args, generator, run.phase)
 
             # 2. Each agent learns alone.

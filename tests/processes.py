@@ -123,21 +123,28 @@ def finish(name, *flags):
     return process
 
 
-def set_environment(values):
+def set_environment(values, before=None):
     os.environ.update(values)
+    if before:
+        before()
 
 
-def finish_two(name, *flags):
-    """Two processes of a script, as a launcher starts them, that have ended well."""
+def start_two(name, *flags, before=(None, None)):
+    """Two processes of a script under way, as a launcher starts them; each first calls its own of `before`."""
     processes = []
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]  # a free one
-    for rank in ("0", "1"):
+    for rank, own in zip(("0", "1"), before):
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes.append(start(name, *flags, before=functools.partial(set_environment, environment)))
-    for process in processes:
+        processes.append(start(name, *flags, before=functools.partial(set_environment, environment, own)))
+    return processes
+
+
+def finish_two(name, *flags, before=(None, None)):
+    """Two processes of a script that have ended well."""
+    for process in start_two(name, *flags, before=before):
         assert process.wait().exitcode == 0, process.error
 
 

@@ -166,9 +166,10 @@ def test_flags_that_are_wrong_or_do_not_go_together_are_refused(command, flags):
     assert_refused(command, FLAGS[flags], *flags.split())
 
 
-def test_several_processes_are_refused(command, monkeypatch):
+@pytest.mark.parametrize("flag", ["--rollout-buffer-size", "--batch-size"])
+def test_a_size_that_does_not_divide_among_processes_is_refused(command, monkeypatch, flag):
     monkeypatch.setattr(ppo_llm.distributed, "world_size", lambda: 2)
-    assert_refused(command, "ppo_llm.py takes one process, got 2", *SMALL)
+    assert_refused(command, f"{flag} takes a multiple of 2 processes, got 7", *SMALL, flag, "7")
 
 
 def test_the_command_ends_with_one_line_and_exit_code_2():

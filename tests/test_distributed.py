@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from utils import distributed
 from utils.cli import UserError
-from utils.metrics import team_metrics
+from utils.metrics import explained_variance, team_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
@@ -20,21 +21,25 @@ LAUNCHERS = {
     "accelerate": "accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0",
 }
 NUMBERS = torch.tensor([[1.0, -2.0, 3.5, 0.25], [8.0, 0.5, -1.0, 2.0]])  # those of each process
+MASKS = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]])  # three numbers of one process, one of the other
 TARGETS = torch.tensor([[1.0, 0.0], [0.5, -1.0]])
 
 
 @dataclass
 class Rollout:
-    """Rewards [B, T] of two turns, of which the second is not played where it is 0."""
+    """Rewards [B, T] of two turns, of which one is not played where it is 0."""
 
     rewards: torch.Tensor
 
     @property
     def played(self):
-        return torch.stack([torch.ones(len(self.rewards)), self.rewards[:, 1]], 1) != 0
+        return self.rewards != 0
 
 
-REWARDS = torch.tensor([[[1.0, 0.0], [0.5, 2.0], [3.0, 0.0]], [[-1.0, 4.0], [0.25, 1.0], [2.0, -3.0]]])  # [2, B, T]
+REWARDS = [  # [B, T] of each process; of one episode no turn was played
+    torch.tensor([[1.0, 0.0], [0.5, 2.0], [3.0, 0.0]]),
+    torch.tensor([[-1.0, 4.0], [0.25, 1.0], [2.0, -3.0], [2.5, 1.0], [0.0, 0.0]]),
+]
 
 
 def work():
@@ -52,6 +57,7 @@ def work():
         "mean": distributed.mean(numbers).tolist(),
         "mean of counts": distributed.mean(torch.tensor(rank)).item(),
         "gather": distributed.gather(numbers).tolist(),
+        "gather of lengths": distributed.gather(numbers[: 3 * rank]).tolist(),  # 0 and 3
         "gather_objects": distributed.gather_objects({"rank": rank}),
         "unchanged": numbers.tolist(),
     }
@@ -59,18 +65,23 @@ def work():
     torch.nn.init.ones_(model.weight)
     torch.nn.init.zeros_(model.bias)
     alone = torch.nn.Parameter(torch.zeros(1))  # has a gradient in one process only
+    frozen = torch.nn.Parameter(torch.zeros(1))  # as an adapter is that is not active any more
     unused = torch.nn.Parameter(torch.zeros(1))
     model(TARGETS[rank]).pow(2).sum().backward()
     if rank == 0:
         (3 * alone).sum().backward()
-    distributed.average_gradients([*model.parameters(), alone, unused])
+    ((1 + rank) * frozen).sum().backward()
+    frozen.requires_grad_(False)
+    distributed.average_gradients([*model.parameters(), alone, frozen, unused])
     found |= {
         "weight": model.weight.grad.tolist(),
         "bias": model.bias.grad.tolist(),
         "alone": alone.grad.tolist(),
+        "frozen": frozen.grad.tolist(),
         "unused": unused.grad,
     }
     metrics = team_metrics([Rollout(REWARDS[rank]), Rollout(REWARDS[rank] * 3)])
+    found["explained variance"] = explained_variance(NUMBERS[rank], NUMBERS[rank] ** 2, MASKS[rank]).item()
     found["metrics"] = {name: distributed.mean(x).item() for name, x in metrics.items()}
     distributed.say("once")
     print(json.dumps(found), flush=True)
@@ -114,6 +125,7 @@ def test_what_is_summed_stays_as_it_is(found):
 def test_gathered_is_what_both_have_in_order(found):
     for each in found:
         assert each["gather"] == NUMBERS.flatten().tolist()
+        assert each["gather of lengths"] == NUMBERS[1, :3].tolist()
         assert each["gather_objects"] == [{"rank": 0}, {"rank": 1}]
 
 
@@ -135,16 +147,31 @@ def test_a_gradient_that_one_process_lacks_is_0_there(found):
         assert each["unused"] is None
 
 
+def test_a_gradient_is_averaged_whatever_its_parameter_is_for_now(found):
+    for each in found:
+        assert each["frozen"] == [1.5]
+
+
+def test_explained_variance_is_that_of_all_actions(found):
+    returns = NUMBERS[MASKS > 0].tolist()
+    errors = [x - x**2 for x in returns]
+    for each in found:
+        assert each["explained variance"] == pytest.approx(
+            1 - statistics.pvariance(errors) / statistics.pvariance(returns)
+        )
+
+
 def test_metrics_are_those_of_all_episodes(found):
-    episodes = (REWARDS * 2).reshape(-1, 2).tolist()  # the mean of two agents, one with three times the other's
+    episodes = (torch.cat(REWARDS) * 2).tolist()  # the mean of two agents, one with three times the other's
+    episodes = [turns for turns in episodes if turns[0]]
     sums = [sum(turns) for turns in episodes]
-    mean = sum(sums) / 6
+    mean = sum(sums) / 7
     second = [turns[1] for turns in episodes if turns[1]]
     expected = {
         "reward_mean": mean,
-        "reward_std": (sum((x - mean) ** 2 for x in sums) / 6) ** 0.5,
-        "turns": (6 + len(second)) / 6,
-        "turn_1/reward_mean": sum(turns[0] for turns in episodes) / 6,
+        "reward_std": (sum((x - mean) ** 2 for x in sums) / 7) ** 0.5,
+        "turns": (7 + len(second)) / 7,
+        "turn_1/reward_mean": sum(turns[0] for turns in episodes) / 7,
         "turn_2/reward_mean": sum(second) / len(second),
     }
     for each in found:

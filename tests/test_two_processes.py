@@ -3,13 +3,14 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import read_metrics
-from processes import assert_same, finish_two
+from processes import assert_same, command, finish_two, saved_steps, start_two
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
@@ -64,3 +65,24 @@ def test_two_processes_go_on_to_the_same_bits(tmp_path, flags):
     finish_two("ippo_llm", "--resume", run)
     assert_same(run, tmp_path / "whole")
     assert [int(row["global_step"]) for row in read_metrics(run)] == [8, 16]
+
+
+# --- One of them is killed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case, victim", [("ippo head 1 number", 1), ("iac head 1 number", 0), ("ppo guess", 1)])
+def test_where_a_process_is_killed_the_other_ends_with_a_line_and_the_run_goes_on(small_model, tmp_path, case, victim):
+    run = tmp_path / "run"
+    script, flags = command(case, small_model)
+    processes = start_two(script, *flags, "--output-dir", run, "--save-interval", 1)
+    other = processes[1 - victim]
+    other.wait_until(lambda: saved_steps(run))
+    processes[victim].signal(signal.SIGKILL)
+    assert other.wait(60).exitcode == 1
+    assert "Traceback" not in other.error
+    message = "error: another process of this run has ended: "
+    assert other.error.splitlines()[-1].startswith(f"{script}.py: {message}")
+    assert saved_steps(run)[-1] < 6
+
+    finish_two(script, "--resume", run)
+    assert [int(row["global_step"]) for row in read_metrics(run)] == [4, 8, 12, 16, 20, 24]

@@ -1,13 +1,14 @@
 """Processes that train together, one for each device: which of them this is, and means and sums over all of them."""
 
 import atexit
+import contextlib
 import os
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from utils.cli import UserError
+from utils.cli import UserError, one_line
 
 # Under which names MPI's launchers announce a process: its rank, its rank on this machine, the number of processes
 MPI = [
@@ -15,6 +16,12 @@ MPI = [
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
 ]
+
+
+class ProcessError(UserError):
+    """Another process of the run has ended, or does not answer."""
+
+    exit_code = 1
 
 
 def start():
@@ -86,12 +93,25 @@ def is_main():
     return rank() == 0
 
 
+@contextlib.contextmanager
+def among_processes():
+    """Within it an error of the exchange between the processes becomes a ProcessError, of one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessError(f"another process of this run has ended: {one_line(error)}") from error
+
+
 def total(x):
-    """The sum of a tensor of one shape over the processes; x itself with one process. Carries no gradient."""
+    """The sum of a tensor of one shape over the processes; x itself with one process. Carries no gradient.
+
+    Raises ProcessError where another process has ended, as all exchange between the processes does.
+    """
     if world_size() == 1:
         return x
     summed = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(summed)
+    with among_processes():
+        dist.all_reduce(summed)
     return summed
 
 
@@ -101,12 +121,10 @@ def mean(x):
 
 
 def gather(x):
-    """The tensors of all processes, of one shape [R, ...], as one [processes * R, ...], in order of rank."""
+    """The tensors of all processes, [R, ...], each with an R of its own, as one, in order of rank."""
     if world_size() == 1:
         return x
-    gathered = [torch.empty_like(x) for _ in range(world_size())]
-    dist.all_gather(gathered, x.detach().contiguous())
-    return torch.cat(gathered)
+    return torch.cat(gather_objects(x.detach().cpu())).to(x.device)
 
 
 def gather_objects(x):
@@ -114,16 +132,14 @@ def gather_objects(x):
     if world_size() == 1:
         return [x]
     gathered = [None] * world_size()
-    dist.all_gather_object(gathered, x)
+    with among_processes():
+        dist.all_gather_object(gathered, x)
     return gathered
 
 
 def average_gradients(parameters):
     """Average gradients over the processes, in place. Where only some processes have one, it is 0 in the others."""
     if world_size() == 1:
-        return
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    if not parameters:
         return
     here = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=parameters[0].device)
     for parameter, processes in zip(parameters, total(here).tolist()):

@@ -8,16 +8,18 @@ from utils import distributed
 def team_metrics(rollouts):
     """The reward of an episode and its deviation, and, where episodes may have several turns, of each turn.
 
-    An episode's reward is the sum over its turns of the mean over the agents. Scalars: reward_mean and reward_std are
-    of all processes, the others of this one, such that their means over the processes are those of all episodes.
+    An episode's reward is the sum over its turns of the mean over the agents. An episode without a turn does not
+    count. Scalars: reward_mean and reward_std are of all processes, the others of this one, such that their means over
+    the processes are those of all episodes.
     """
     rewards = torch.stack([rollout.rewards for rollout in rollouts]).mean(0)  # [B, T]
     played = rollouts[0].played
-    episode_rewards = distributed.gather(sum(rewards.unbind(1)))
+    episodes = played[:, 0]
+    episode_rewards = distributed.gather(sum(rewards.unbind(1))[episodes])
     metrics = {"reward_mean": episode_rewards.mean(), "reward_std": episode_rewards.std(correction=0)}
     num_turns = rewards.shape[1]
     if num_turns > 1:
-        metrics["turns"] = played.sum() / len(played)
+        metrics["turns"] = played.sum() / distributed.mean(episodes.sum())
         for t in range(num_turns):
             count = distributed.mean(played[:, t].sum().float())
             metrics[f"turn_{t + 1}/reward_mean"] = (rewards[:, t] * played[:, t]).sum() / count
@@ -25,9 +27,12 @@ def team_metrics(rollouts):
 
 
 def explained_variance(returns, values, mask):
-    """1 - Var(returns - values) / Var(returns) over the mask's ones: 1 for a perfect critic, 0 for a constant one."""
-    returns = returns[mask > 0]
-    values = values[mask > 0]
+    """1 - Var(returns - values) / Var(returns) over the mask's ones in all processes.
+
+    It is 1 for a perfect critic, and 0 for a constant one.
+    """
+    returns = distributed.gather(returns[mask > 0])
+    values = distributed.gather(values[mask > 0])
     return 1 - (returns - values).var(correction=0) / returns.var(correction=0)
 
 

@@ -16,6 +16,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+from utils import distributed
 from utils.cli import TaskError, UserError, flags, one_line
 from utils.tasks import import_file, search_in
 from utils.tasks.episodes import call, check_timer, time_limit
@@ -128,6 +129,7 @@ class Games:
     While some are `running` (numbers from 0 to B - 1), take their `observations`, and `step` with the responses. Of
     each episode there are the `rewards`, a float for each turn, and how it `ended`: "terminated", "truncated",
     "horizon" (of max_turns), "dropped", or None while it runs. `dropped` is {number: error} of the dropped episodes.
+    Where its last episode ends, a process waits for the others, which have as many batches.
     """
 
     def __init__(self, factory, seeds, max_turns, timeout=None):
@@ -180,9 +182,18 @@ class Games:
 
     def update_running(self):
         self.running = [k for k in self.running if self.ended[k] is None]
-        if self.dropped and len(self.dropped) == len(self.ended):
-            first = next(iter(self.dropped.values()))
-            raise TaskError(f"the environment failed in all {len(self.dropped)} episodes, at first with {first}")
+        if not self.running:
+            self.check_dropped()
+
+    def check_dropped(self):
+        """Raise TaskError where all episodes of all processes have failed."""
+        num_episodes = 0
+        errors = []
+        for size, dropped in distributed.gather_objects((len(self.ended), self.dropped)):
+            num_episodes += size
+            errors += dropped.values()
+        if errors and len(errors) == num_episodes:
+            raise TaskError(f"the environment failed in all {num_episodes} episodes, at first with {errors[0]}")
 
     @contextlib.contextmanager
     def guard(self, k):
