@@ -21,6 +21,7 @@ from utils.cli import UserError, one_line
 from utils.distributed import say
 from utils.files import WriteError, read_json, sync
 from utils.models import loading
+from utils.sharding import share, whole, whole_tensors
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -153,22 +154,39 @@ def save_agents(folder, agents, checkpoint=False):
 
     A checkpoint has their optimizers too, and the fingerprints of their references, the initial models. A folder is
     whole or not there: it is written aside, then renamed.
+
+    Where models are sharded, all processes call it, those that do not write with no folder: they send their parts.
     """
     for i, agent in enumerate(agents):
+        tensors = agent_tensors(agent, checkpoint)
+        base = fingerprint(agent.reference) if checkpoint else None
+        if folder is None:
+            continue
         final = Path(folder) / f"agent_{i}"
         aside = final.with_name(final.name + ".writing")
         shutil.rmtree(aside, ignore_errors=True)
-        agent.actor.save_pretrained(aside)
+        agent.actor.save_pretrained(aside, state_dict=tensors["actor"])
         agent.tokenizer.save_pretrained(aside)
         save_tensors(agent.value_head.state_dict(), aside / HEAD)
         if agent.critic is not None:
-            agent.critic.save_pretrained(aside / "critic")
+            agent.critic.save_pretrained(aside / "critic", state_dict=tensors["critic"])
         if checkpoint:
-            (aside / BASE).write_text(json.dumps({"fingerprint": fingerprint(agent.reference)}))
+            (aside / BASE).write_text(json.dumps({"fingerprint": base}))
             for k, optimizer in enumerate(agent.optimizers):
-                save_optimizer(aside, optimizer, f"optimizer_{k}")
+                save_optimizer(aside, optimizer, f"optimizer_{k}", tensors[f"optimizer_{k}"])
         remove(final)
         os.replace(aside, final)
+
+
+def agent_tensors(agent, checkpoint):
+    """What save_agents writes of an agent's models, and of the optimisers in a checkpoint: {part: {name: tensor}}."""
+    tensors = {"actor": agent.actor.state_dict(keep_vars=True)}
+    if agent.critic is not None:
+        tensors["critic"] = agent.critic.state_dict(keep_vars=True)
+    if checkpoint:
+        for k, optimizer in enumerate(agent.optimizers):
+            tensors[f"optimizer_{k}"] = optimizer_tensors(optimizer)
+    return {part: whole_tensors(named) for part, named in tensors.items()}
 
 
 def load_agents(folder, agents):
@@ -189,7 +207,8 @@ def load_weights(path, model):
     """Give a model the weights in a Hugging Face folder of its own kind. Raises UserError."""
     with loading("--resume", path):
         saved = type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True)  # no pickles
-        model.load_state_dict(saved.state_dict())
+        weights = model.state_dict()
+        model.load_state_dict({name: share(x, weights[name]) for name, x in saved.state_dict().items()})
 
 
 def load_head(path, head):
@@ -210,7 +229,7 @@ def fingerprint(model):
     sha256 = hashlib.sha256()
     for name, weight in sorted(model.named_parameters(), key=lambda item: plain(item[0])):
         if not is_of_adapter(name):
-            sample = weight.detach().flatten()[:: math.ceil(weight.numel() / 65536)].to("cpu", torch.bfloat16)
+            sample = whole(weight).detach().flatten()[:: math.ceil(weight.numel() / 65536)].to("cpu", torch.bfloat16)
             sha256.update(plain(name).encode() + sample.view(torch.int16).numpy().tobytes())
     config = model.config.get_text_config()
     shape = {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
@@ -253,15 +272,23 @@ def check_shapes(path, tensors, shapes):
             raise UserError(f"{path} does not fit: {differing}")
 
 
-def save_optimizer(folder, optimizer, name="optimizer", **counts):
-    """Write the moments and steps of an AdamW optimizer as <name>.safetensors, the sizes of its groups beside them.
-
-    `counts`, numbers by name, stand beside the sizes.
-    """
+def optimizer_tensors(optimizer):
+    """The moments and steps of an AdamW optimizer, by the number of the parameter and their name."""
     tensors = {}
     for k, moments in optimizer.state_dict()["state"].items():
         for moment, x in moments.items():
             tensors[f"{k}.{moment}"] = x
+    return tensors
+
+
+def save_optimizer(folder, optimizer, name="optimizer", tensors=None, **counts):
+    """Write the moments and steps of an AdamW optimizer as <name>.safetensors, the sizes of its groups beside them.
+
+    `tensors` are its optimizer_tensors, where they are not its own ones; `counts`, numbers by name, stand beside the
+    sizes.
+    """
+    if tensors is None:
+        tensors = optimizer_tensors(optimizer)
     save_tensors(tensors, folder / f"{name}.safetensors")
     (folder / f"{name}.json").write_text(json.dumps({"groups": group_sizes(optimizer), **counts}))
 
@@ -283,4 +310,7 @@ def load_optimizer(folder, optimizer, name="optimizer"):
             shapes |= {f"{k}.step": (), f"{k}.exp_avg": parameter.shape, f"{k}.exp_avg_sq": parameter.shape}
             moments[k] = {moment: tensors.get(f"{k}.{moment}") for moment in MOMENTS}
     check_shapes(path, tensors, shapes)
+    for k in moments:
+        for moment in MOMENTS[1:]:
+            moments[k][moment] = share(moments[k][moment], parameters[k])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
