@@ -123,12 +123,13 @@ def finish(name, *flags):
     return process
 
 
-def set_environment(values):
+def with_environment(values, work, arguments):
     os.environ.update(values)
+    work(*arguments)
 
 
-def finish_two(name, *flags):
-    """Two processes of a script, as a launcher starts them, that have ended well."""
+def start_two(work, *arguments):
+    """work(*arguments) under way in two processes, as a launcher starts them."""
     processes = []
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -136,9 +137,16 @@ def finish_two(name, *flags):
     for rank in ("0", "1"):
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes.append(start(name, *flags, before=functools.partial(set_environment, environment)))
+        processes.append(Process(with_environment, environment, work, arguments))
+    return processes
+
+
+def finish_two(name, *flags):
+    """Two processes of a script that have ended well."""
+    processes = start_two(run_script, name, flags)
     for process in processes:
         assert process.wait().exitcode == 0, process.error
+    return processes
 
 
 # --- Commands ---------------------------------------------------------------------------------------------------------
