@@ -123,30 +123,29 @@ def finish(name, *flags):
     return process
 
 
-def with_environment(values, work, arguments):
+def set_environment(values, before=None):
     os.environ.update(values)
-    work(*arguments)
+    if before:
+        before()
 
 
-def start_two(work, *arguments):
-    """work(*arguments) under way in two processes, as a launcher starts them."""
+def start_two(name, *flags, before=(None, None)):
+    """Two processes of a script under way, as a launcher starts them; each first calls its own of `before`."""
     processes = []
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]  # a free one
-    for rank in ("0", "1"):
+    for rank, own in zip(("0", "1"), before):
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes.append(Process(with_environment, environment, work, arguments))
+        processes.append(start(name, *flags, before=functools.partial(set_environment, environment, own)))
     return processes
 
 
-def finish_two(name, *flags):
+def finish_two(name, *flags, before=(None, None)):
     """Two processes of a script that have ended well."""
-    processes = start_two(run_script, name, flags)
-    for process in processes:
+    for process in start_two(name, *flags, before=before):
         assert process.wait().exitcode == 0, process.error
-    return processes
 
 
 # --- Commands ---------------------------------------------------------------------------------------------------------

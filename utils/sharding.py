@@ -20,7 +20,7 @@ def shard_model(model):
     It comes before the optimiser is made, and after the model was copied: a sharded model can't be.
     """
     mesh = init_device_mesh(model.device.type, (distributed.world_size(),))
-    for module in list(model.modules()):
+    for module in reversed(list(model.modules())):  # what is inside comes first
         if type(module).__name__ in model._no_split_modules:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
