@@ -1,6 +1,7 @@
 """Processes that train together, one for each device: which of them this is, and means and sums over all of them."""
 
 import atexit
+import contextlib
 import os
 
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from utils.cli import UserError
+from utils.cli import UserError, one_line
 
 # Under which names MPI's launchers announce a process: its rank, its rank on this machine, the number of processes
 MPI = [
@@ -16,6 +17,12 @@ MPI = [
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
 ]
+
+
+class ProcessError(UserError):
+    """Another process of the run has ended, or does not answer."""
+
+    exit_code = 1
 
 
 def start():
@@ -87,12 +94,25 @@ def is_main():
     return rank() == 0
 
 
+@contextlib.contextmanager
+def among_processes():
+    """Within it an error of the exchange between the processes becomes a ProcessError, of one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessError(f"another process of this run has ended: {one_line(error)}") from error
+
+
 def total(x):
-    """The sum of a tensor of one shape over the processes; x itself with one process. Carries no gradient."""
+    """The sum of a tensor of one shape over the processes; x itself with one process. Carries no gradient.
+
+    Raises ProcessError where another process has ended, as all exchange between the processes does.
+    """
     if world_size() == 1:
         return x
     summed = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(summed)
+    with among_processes():
+        dist.all_reduce(summed)
     return summed
 
 
@@ -115,7 +135,8 @@ def gather_objects(x):
     if world_size() == 1:
         return [x]
     gathered = [None] * world_size()
-    dist.all_gather_object(gathered, x)
+    with among_processes():
+        dist.all_gather_object(gathered, x)
     return gathered
 
 
