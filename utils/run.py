@@ -445,6 +445,8 @@ class Run:
             raise UserError("the probabilities of tokens are not finite: lower the learning rates") from error
         if kind is RuntimeError and self.args.deterministic and "deterministic" in str(error):
             raise UserError(f"--deterministic: {one_line(error)}") from error
+        if kind is RuntimeError and "by peer" in str(error):  # a connection that ends while a sharded model computes
+            raise distributed.ProcessError(f"another process of this run has ended: {one_line(error)}") from error
 
     def finish(self, kind, savable):
         """Write and show what a run leaves: its agents if they are `savable`.

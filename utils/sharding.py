@@ -5,6 +5,7 @@ the other, and let go; all processes have to make the same passes.
 """
 
 import contextlib
+import warnings
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +25,8 @@ def shard_model(model):
         if type(module).__name__ in model._no_split_modules:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    # It warns of outputs that are views, for those who write into them; nothing here does
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 @contextlib.contextmanager
@@ -43,7 +46,10 @@ def whole_models(models):
 
 def whole(x):
     """A sharded tensor whole, in every process, all of which call it; any other tensor as it is."""
-    return x.detach().full_tensor() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        return x
+    with distributed.among_processes():
+        return x.detach().full_tensor()
 
 
 def whole_tensors(tensors):
