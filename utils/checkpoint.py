@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from utils.cli import UserError, one_line
-from utils.distributed import say
+from utils.distributed import is_main, say
 from utils.files import WriteError, read_json, sync
 from utils.models import loading
 from utils.sharding import share, whole, whole_tensors
@@ -153,40 +153,36 @@ def save_agents(folder, agents, checkpoint=False):
     """Write each agent's `actor` and `tokenizer` as a Hugging Face folder agent_<i>, value head and critic beside them.
 
     A checkpoint has their optimizers too, and the fingerprints of their references, the initial models. A folder is
-    whole or not there: it is written aside, then renamed.
-
-    Where models are sharded, all processes call it, those that do not write with no folder: they send their parts.
+    whole or not there: it is written aside, then renamed. Where models are sharded, all processes call it, to send
+    their parts; the main one writes.
     """
     for i, agent in enumerate(agents):
-        tensors = agent_tensors(agent, checkpoint)
-        base = fingerprint(agent.reference) if checkpoint else None
-        if folder is None:
-            continue
         final = Path(folder) / f"agent_{i}"
         aside = final.with_name(final.name + ".writing")
-        shutil.rmtree(aside, ignore_errors=True)
-        agent.actor.save_pretrained(aside, state_dict=tensors["actor"])
+        if is_main():
+            shutil.rmtree(aside, ignore_errors=True)
+        save_model(agent.actor, aside)
+        if agent.critic is not None:
+            save_model(agent.critic, aside / "critic")
+        if checkpoint:
+            base = {"fingerprint": fingerprint(agent.reference)}
+            for k, optimizer in enumerate(agent.optimizers):
+                save_optimizer(aside, optimizer, f"optimizer_{k}")
+        if not is_main():
+            continue
         agent.tokenizer.save_pretrained(aside)
         save_tensors(agent.value_head.state_dict(), aside / HEAD)
-        if agent.critic is not None:
-            agent.critic.save_pretrained(aside / "critic", state_dict=tensors["critic"])
         if checkpoint:
-            (aside / BASE).write_text(json.dumps({"fingerprint": base}))
-            for k, optimizer in enumerate(agent.optimizers):
-                save_optimizer(aside, optimizer, f"optimizer_{k}", tensors[f"optimizer_{k}"])
+            (aside / BASE).write_text(json.dumps(base))
         remove(final)
         os.replace(aside, final)
 
 
-def agent_tensors(agent, checkpoint):
-    """What save_agents writes of an agent's models, and of the optimisers in a checkpoint: {part: {name: tensor}}."""
-    tensors = {"actor": agent.actor.state_dict(keep_vars=True)}
-    if agent.critic is not None:
-        tensors["critic"] = agent.critic.state_dict(keep_vars=True)
-    if checkpoint:
-        for k, optimizer in enumerate(agent.optimizers):
-            tensors[f"optimizer_{k}"] = optimizer_tensors(optimizer)
-    return {part: whole_tensors(named) for part, named in tensors.items()}
+def save_model(model, path):
+    """Write a model as a Hugging Face folder."""
+    weights = whole_tensors(model.state_dict(keep_vars=True))
+    if is_main():
+        model.save_pretrained(path, state_dict=weights)
 
 
 def load_agents(folder, agents):
@@ -272,23 +268,18 @@ def check_shapes(path, tensors, shapes):
             raise UserError(f"{path} does not fit: {differing}")
 
 
-def optimizer_tensors(optimizer):
-    """The moments and steps of an AdamW optimizer, by the number of the parameter and their name."""
+def save_optimizer(folder, optimizer, name="optimizer", **counts):
+    """Write the moments and steps of an AdamW optimizer as <name>.safetensors, the sizes of its groups beside them.
+
+    `counts`, numbers by name, stand beside the sizes.
+    """
     tensors = {}
     for k, moments in optimizer.state_dict()["state"].items():
         for moment, x in moments.items():
             tensors[f"{k}.{moment}"] = x
-    return tensors
-
-
-def save_optimizer(folder, optimizer, name="optimizer", tensors=None, **counts):
-    """Write the moments and steps of an AdamW optimizer as <name>.safetensors, the sizes of its groups beside them.
-
-    `tensors` are its optimizer_tensors, where they are not its own ones; `counts`, numbers by name, stand beside the
-    sizes.
-    """
-    if tensors is None:
-        tensors = optimizer_tensors(optimizer)
+    tensors = whole_tensors(tensors)
+    if not is_main():
+        return
     save_tensors(tensors, folder / f"{name}.safetensors")
     (folder / f"{name}.json").write_text(json.dumps({"groups": group_sizes(optimizer), **counts}))
 

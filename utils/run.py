@@ -137,7 +137,7 @@ class Run:
         `agents` have `optimizers`, `schedules` of learning rates, and `faults`. save(folder, agents, checkpoint=bool)
         writes them, load(folder, agents) restores them from a checkpoint. `generator` is torch's, of this process;
         `samples_per_update` are joint samples of all processes. `optimum` is the expected reward at best, if known.
-        `save_together`: `save` takes all processes; those that do not write call it with no folder.
+        `save_together`: all processes call `save`, of which the main one writes; else that one alone calls it.
         """
         self.folder = folder
         self.args = args
@@ -410,7 +410,7 @@ class Run:
 
             write_checkpoint(self.folder / "checkpoints", self.step, write, state, self.args.keep_checkpoints)
         elif self.save_together:
-            self.save(None, self.agents, checkpoint=True)
+            self.save(self.folder, self.agents, checkpoint=True)
         self.saved_step = self.step
 
     def add_up(self):
@@ -436,7 +436,7 @@ class Run:
             if distributed.is_main() and kind is not WriteError:
                 self.finish(kind, savable)
             elif self.save_together and savable:
-                self.save(None, self.agents, checkpoint=False)
+                self.save(self.folder, self.agents, checkpoint=False)
             if distributed.is_main() and failed and self.saved_step:
                 print(self.how_to_go_on(), flush=True)
         finally:
