@@ -39,7 +39,7 @@ from torch.nn.functional import pad
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TopKLogitsWarper, TopPLogitsWarper, set_seed
 
-from utils import checkpoint, distributed, tasks
+from utils import checkpoint, distributed, sharding, tasks
 from utils.causal_lm import check_padding, forward
 from utils.cli import Settings, UserError, check_needs, command_line, flags
 from utils.faults import Faults
@@ -79,6 +79,7 @@ class ModelArgs:
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
     trust_remote_code: bool = False  # run code that comes with a hub model
+    shard: bool = False  # let each of several processes hold a part of every model, in place of whole ones (FSDP)
 
 
 @flags
@@ -145,6 +146,8 @@ CRITIC_FLAG = "--critic-model-name-or-path"
 def check_args(args):
     """Raise UserError for flags that do not go together, before anything is loaded or written."""
     processes = distributed.world_size()
+    if args.shard and processes == 1:
+        raise UserError("--shard takes several processes, and this is one: start them with torchrun, or add --no-shard")
     divisor = args.num_generations * processes
     if args.rollout_buffer_size % divisor:
         takes = f"a multiple of generations x processes, {divisor}"
@@ -274,11 +277,15 @@ class Agent:
         self.reference = reference  # the initial policy, frozen, and shared by the agents of one model
         self.actor = copy.deepcopy(reference).requires_grad_(True)
         self.critic = copy.deepcopy(critic).requires_grad_(True) if critic else None
+        if args.shard:
+            sharding.shard_model(self.actor)
+        if args.shard and critic:
+            sharding.shard_model(self.critic)
         hidden_dim = args.critic_value_head_hidden_dim if critic else args.value_head_hidden_dim
         self.value_head = build_value_head(critic or reference, hidden_dim)
         self.optimizers = build_optimizers(self, args)
         self.schedules = []
-        self.faults = Faults("--mini-batch-size", "--actor-learning-rate")
+        self.faults = Faults("--mini-batch-size", "--actor-learning-rate", halves=not args.shard)
 
 
 def build_value_head(model, hidden_dim):
@@ -369,6 +376,9 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
         elif args.use_separate_critic:
             critic = references[name].base_model
         agents.append(Agent(references[name], critic, tokenizers[name], args))
+    if args.shard:
+        for reference in references.values():
+            sharding.shard_model(reference)
     for agent in agents:
         for optimizer in agent.optimizers:
             agent.schedules.append(LambdaLR(optimizer, lambda step: remaining_lr(step, updates, args)))
@@ -825,7 +835,7 @@ def optimizer_step(agent, args):
         for group in optimizer.param_groups:
             parameters += group["params"]
         distributed.average_gradients(parameters)
-        norms.append(nn.utils.clip_grad_norm_(parameters, args.max_grad_norm))
+        norms.append(sharding.clip_gradients(parameters, args.max_grad_norm))
     finite = agent.faults.finite(norms)
     for optimizer in agent.optimizers:
         if finite:
@@ -872,6 +882,7 @@ def build_run(args, folder, agents, generator, updates, updates_per_epoch, optim
         agents=agents,
         save=checkpoint.save_agents,
         load=checkpoint.load_agents,
+        save_together=args.shard,
         generator=generator,
         updates=updates,
         samples_per_update=args.rollout_buffer_size,
@@ -909,7 +920,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     check_args(args)
     configs = check_models(args, model)
     task = tasks.load_task(task or args.task or sys.modules[__name__], args.num_agents, args.num_turns)
-    folder = run_folder(args, __file__, args.task)
+    folder = run_folder(args, __file__, args.task, may_change=("shard",))
     items_per_update = args.rollout_buffer_size // args.num_generations
     data = tasks.load_items(task, args, args.seed, items_per_update, train_dataset, eval_dataset)
     readers = prompt_readers(args, configs, tokenizer)
@@ -920,13 +931,15 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
     set_seed(args.seed)
     agents = build_agents(args, device, updates, model, tokenizer)
+    actors = [agent.actor for agent in agents]
     generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * rank)
     with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
         data = tasks.batches(train_items, items_per_update, args.num_train_epochs, args.seed, run.step, updates)
         for step, items in run.updates(data):
             # 1. Every agent answers; the team is scored, turn by turn.
             items = [item for item in items[rank::processes] for _ in range(args.num_generations)]
-            rollouts = play(agents, task, items, args, generator, run.phase)
+            with sharding.whole_models(actors):
+                rollouts = play(agents, task, items, args, generator, run.phase)
 
             # 2. Each agent learns alone.
             drifts = []
@@ -961,7 +974,8 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             interval = args.eval_interval
             if held_out_items and interval and (step % interval == 0 or step in (1, updates)):
                 run.phase("held-out")
-                held_out = evaluate(agents, task, held_out_items, args)
+                with sharding.whole_models(actors):
+                    held_out = evaluate(agents, task, held_out_items, args)
             new_tokens = sum(rollout.mask.sum() for rollout in rollouts)
             run.log(metrics, items, rollouts, new_tokens, held_out)
     return agents, run

@@ -24,8 +24,10 @@ def reward_func(*completions):
     return [float(sum(map(len, texts))) for texts in zip(*completions)]
 
 
+TASK = SimpleNamespace(**(vars(speed.TASK) | {"reward_func": reward_func}))
+
+
 def train(script, agents, folder, output_dir):
-    task = SimpleNamespace(**(vars(speed.TASK) | {"reward_func": reward_func}))
     flags = {
         "model": folder,
         "num_agents": agents,
@@ -36,10 +38,10 @@ def train(script, agents, folder, output_dir):
     }
     if script == "ppo_llm":
         args = ppo_llm.Args(**flags, max_output_tokens=64, evaluation_interval=0, batch_size=4, lora_rank=8)
-        ppo_llm.main(args, task)
+        ppo_llm.main(args, TASK)
     else:
         args = ippo_llm.Args(**flags, use_separate_critic=True, max_new_tokens=64, eval_interval=0, mini_batch_size=4)
-        ippo_llm.main(args, task)
+        ippo_llm.main(args, TASK)
 
 
 def main():

@@ -177,6 +177,7 @@ ELSEWHERE = {  # and the tests that change them
     "long_prompts": "test_long_prompts.py",
     "mixed_precision": "test_precision.py",
     "trust_remote_code": "passed on to transformers",
+    "shard": "tests/test_sharding.py",
     "resume": "test_resume.py",
     "reward_timeout": "test_episodes.py",
     "deterministic": "test_release.py",

@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from utils.cli import UserError, one_line
-from utils.distributed import say
+from utils.distributed import is_main, say
 from utils.files import WriteError, read_json, sync
 from utils.models import loading
+from utils.sharding import share, whole, whole_tensors
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -152,23 +153,36 @@ def save_agents(folder, agents, checkpoint=False):
     """Write each agent's `actor` and `tokenizer` as a Hugging Face folder agent_<i>, value head and critic beside them.
 
     A checkpoint has their optimizers too, and the fingerprints of their references, the initial models. A folder is
-    whole or not there: it is written aside, then renamed.
+    whole or not there: it is written aside, then renamed. Where models are sharded, all processes call it, to send
+    their parts; the main one writes.
     """
     for i, agent in enumerate(agents):
         final = Path(folder) / f"agent_{i}"
         aside = final.with_name(final.name + ".writing")
-        shutil.rmtree(aside, ignore_errors=True)
-        agent.actor.save_pretrained(aside)
-        agent.tokenizer.save_pretrained(aside)
-        save_tensors(agent.value_head.state_dict(), aside / HEAD)
+        if is_main():
+            shutil.rmtree(aside, ignore_errors=True)
+        save_model(agent.actor, aside)
         if agent.critic is not None:
-            agent.critic.save_pretrained(aside / "critic")
+            save_model(agent.critic, aside / "critic")
         if checkpoint:
-            (aside / BASE).write_text(json.dumps({"fingerprint": fingerprint(agent.reference)}))
+            base = {"fingerprint": fingerprint(agent.reference)}
             for k, optimizer in enumerate(agent.optimizers):
                 save_optimizer(aside, optimizer, f"optimizer_{k}")
+        if not is_main():
+            continue
+        agent.tokenizer.save_pretrained(aside)
+        save_tensors(agent.value_head.state_dict(), aside / HEAD)
+        if checkpoint:
+            (aside / BASE).write_text(json.dumps(base))
         remove(final)
         os.replace(aside, final)
+
+
+def save_model(model, path):
+    """Write a model as a Hugging Face folder."""
+    weights = whole_tensors(model.state_dict(keep_vars=True))
+    if is_main():
+        model.save_pretrained(path, state_dict=weights)
 
 
 def load_agents(folder, agents):
@@ -189,7 +203,8 @@ def load_weights(path, model):
     """Give a model the weights in a Hugging Face folder of its own kind. Raises UserError."""
     with loading("--resume", path):
         saved = type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True)  # no pickles
-        model.load_state_dict(saved.state_dict())
+        weights = model.state_dict()
+        model.load_state_dict({name: share(x, weights[name]) for name, x in saved.state_dict().items()})
 
 
 def load_head(path, head):
@@ -210,7 +225,7 @@ def fingerprint(model):
     sha256 = hashlib.sha256()
     for name, weight in sorted(model.named_parameters(), key=lambda item: plain(item[0])):
         if not is_of_adapter(name):
-            sample = weight.detach().flatten()[:: math.ceil(weight.numel() / 65536)].to("cpu", torch.bfloat16)
+            sample = whole(weight).detach().flatten()[:: math.ceil(weight.numel() / 65536)].to("cpu", torch.bfloat16)
             sha256.update(plain(name).encode() + sample.view(torch.int16).numpy().tobytes())
     config = model.config.get_text_config()
     shape = {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
@@ -262,6 +277,9 @@ def save_optimizer(folder, optimizer, name="optimizer", **counts):
     for k, moments in optimizer.state_dict()["state"].items():
         for moment, x in moments.items():
             tensors[f"{k}.{moment}"] = x
+    tensors = whole_tensors(tensors)
+    if not is_main():
+        return
     save_tensors(tensors, folder / f"{name}.safetensors")
     (folder / f"{name}.json").write_text(json.dumps({"groups": group_sizes(optimizer), **counts}))
 
@@ -283,4 +301,7 @@ def load_optimizer(folder, optimizer, name="optimizer"):
             shapes |= {f"{k}.step": (), f"{k}.exp_avg": parameter.shape, f"{k}.exp_avg_sq": parameter.shape}
             moments[k] = {moment: tensors.get(f"{k}.{moment}") for moment in MOMENTS}
     check_shapes(path, tensors, shapes)
+    for k in moments:
+        for moment in MOMENTS[1:]:
+            moments[k][moment] = share(moments[k][moment], parameters[k])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})

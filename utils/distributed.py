@@ -6,6 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from utils.cli import UserError, one_line
@@ -138,8 +139,14 @@ def gather_objects(x):
 
 
 def average_gradients(parameters):
-    """Average gradients over the processes, in place. Where only some processes have one, it is 0 in the others."""
+    """Average gradients over the processes, in place. Where only some processes have one, it is 0 in the others.
+
+    Those of sharded parameters are averages already.
+    """
     if world_size() == 1:
+        return
+    parameters = [x for x in parameters if not isinstance(x, DTensor)]
+    if not parameters:
         return
     here = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=parameters[0].device)
     for parameter, processes in zip(parameters, total(here).tolist()):

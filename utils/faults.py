@@ -12,11 +12,16 @@ MOST_SKIPPED = 3  # gradients running that are not finite
 
 
 class Faults:
-    """The faults of one agent. An error names the flags that help: one of a size, one of a learning rate."""
+    """The faults of one agent. An error names the flags that help: one of a size, one of a learning rate.
 
-    def __init__(self, size_flag, rate_flag):
+    `halves`: where memory runs out, a mini-batch is done again in halves. Models that are shared out over processes
+    can't do so, as all processes have to make the same passes.
+    """
+
+    def __init__(self, size_flag, rate_flag, halves=True):
         self.size_flag = size_flag
         self.rate_flag = rate_flag
+        self.halves = halves
         self.num_parts = 1  # parts of a mini-batch that are computed one after the other
         self.num_skipped = 0  # gradients running that were not finite
 
@@ -25,13 +30,15 @@ class Faults:
 
         `loss, metrics = losses[k](agent, part, args)` for each part of minibatch.split(num_parts), of which loss and
         metrics, {name: tensor}, are shares that add up. Where memory runs out, it is done once more in twice as many
-        parts, and so are later mini-batches. Raises UserError where memory has run out before.
+        parts, and so are later mini-batches. Raises UserError where memory has run out before, or without `halves`.
         """
         try:
             return self.add_up(agent, minibatch, args, losses)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            if not self.halves:
+                raise UserError(f"out of memory in an update: lower {self.size_flag}") from error
             if self.num_parts > 1:
                 half = f"half of {self.size_flag} at once"
                 raise UserError(f"out of memory in an update, also with {half}: lower {self.size_flag}") from error

@@ -130,12 +130,14 @@ class Run:
         updates_per_epoch,
         held_out_metric="eval/reward_mean",
         optimum=None,
+        save_together=False,
     ):
         """A run of so many `updates`, in the folder from `run_folder`; `script` is the path of the script's file.
 
         `agents` have `optimizers`, `schedules` of learning rates, and `faults`. save(folder, agents, checkpoint=bool)
         writes them, load(folder, agents) restores them from a checkpoint. `generator` is torch's, of this process;
         `samples_per_update` are joint samples of all processes. `optimum` is the expected reward at best, if known.
+        `save_together`: all processes call `save`, of which the main one writes; else that one alone calls it.
         """
         self.folder = folder
         self.args = args
@@ -149,6 +151,7 @@ class Run:
         self.updates_per_epoch = updates_per_epoch
         self.held_out_metric = held_out_metric
         self.optimum = optimum
+        self.save_together = save_together
 
         self.step = 0  # updates done
         self.saved_step = 0  # updates in the newest checkpoint
@@ -204,7 +207,8 @@ class Run:
         here = distributed.world_size()
         there = len(state["random"])
         if there != here:
-            raise UserError(f"--resume {self.folder} is a run of {there} processes, not of {here}")
+            differs = "tokens are sampled and mini-batches are drawn with other random numbers than there"
+            distributed.say(f"{self.folder} was a run of {there} processes, and goes on in {here}: {differs}")
         self.load(path, self.agents)
         self.step = state["step"]
         self.saved_step = self.step
@@ -218,8 +222,9 @@ class Run:
         self.totals = state["totals"]
         self.tracker.id = state["wandb"]
         self.started -= state["elapsed"]
-        self.random = state["random"][distributed.rank()]
-        restore_random_state(self.random, self.generator)
+        if distributed.rank() < there:  # a process that is new begins with its own seed
+            self.random = state["random"][distributed.rank()]
+            restore_random_state(self.random, self.generator)
         next_begun = ", and some of the next" if state["learning"] else ""
         distributed.say(f"going on from {path}: {self.step} of {self.num_updates} updates are done{next_begun}")
 
@@ -404,6 +409,8 @@ class Run:
                 self.save(path, self.agents, checkpoint=True)
 
             write_checkpoint(self.folder / "checkpoints", self.step, write, state, self.args.keep_checkpoints)
+        elif self.save_together:
+            self.save(self.folder, self.agents, checkpoint=True)
         self.saved_step = self.step
 
     def add_up(self):
@@ -425,8 +432,11 @@ class Run:
                 self.bar.close()
             if self.saved_step < self.step and kind is not WriteError and (alone or not failed):
                 self.checkpoint()
+            savable = not (failed and self.save_together)  # without the others there is no whole agent
             if distributed.is_main() and kind is not WriteError:
-                self.finish(kind)
+                self.finish(kind, savable)
+            elif self.save_together and savable:
+                self.save(self.folder, self.agents, checkpoint=False)
             if distributed.is_main() and failed and self.saved_step:
                 print(self.how_to_go_on(), flush=True)
         finally:
@@ -435,12 +445,18 @@ class Run:
             raise UserError("the probabilities of tokens are not finite: lower the learning rates") from error
         if kind is RuntimeError and self.args.deterministic and "deterministic" in str(error):
             raise UserError(f"--deterministic: {one_line(error)}") from error
+        if kind is RuntimeError and "by peer" in str(error):  # a connection that ends while a sharded model computes
+            raise distributed.ProcessError(f"another process of this run has ended: {one_line(error)}") from error
 
-    def finish(self, kind):
-        """Write and show what a run leaves; `kind` is the type of the error that ended it, or None."""
+    def finish(self, kind, savable):
+        """Write and show what a run leaves: its agents if they are `savable`.
+
+        `kind` is the type of the error that ended it, or None.
+        """
         self.phase("log, save")
-        with writing(self.folder):
-            self.save(self.folder, self.agents, checkpoint=False)
+        if savable:
+            with writing(self.folder):
+                self.save(self.folder, self.agents, checkpoint=False)
         self.phase(None)
         self.add_up()
         if self.rows:

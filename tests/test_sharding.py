@@ -1,0 +1,283 @@
+"""Two processes with --shard hold half of every weight each: they learn, save and go on as one process does."""
+
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import build_model, read_metrics, tiny_base
+from processes import alone, assert_same, finish, finish_two, saved_steps, start_two
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import iac_llm
+import ippo_llm
+from utils import distributed, sharding
+from utils.cli import UserError
+from utils.faults import Faults
+from utils.models import locate
+
+ROOT = Path(__file__).resolve().parent.parent
+TASK = """
+import datasets
+def posts(size, seed): return datasets.Dataset.from_list([{"number": k, "seed": seed} for k in range(size)])
+train_dataset = eval_dataset = posts
+def formatters(item): return f"Write about {item['seed']} {item['number']}."
+def reward_func(*texts, items):
+    return [float(len(first) + len(second) + item["number"]) for first, second, item in zip(*texts, items)]
+"""
+# All joint samples of an update are in one mini-batch: it is the same for one process and for two.
+EIGHT_UPDATES = "--train-size 16 --num-train-epochs 2 --rollout-buffer-size 4 --mini-batch-size 4 --save-interval 4"
+HELD_OUT = "--eval-size 1 --eval-interval 4"  # none for the second process
+GREEDY = "--no-do-sample --max-new-tokens 16 --actor-learning-rate 1e-4 --critic-learning-rate 1e-4 --adam-epsilon 1e-5"
+CRITIC = "--use-separate-critic --critic-value-head-hidden-dim 8"
+FLAGS = f"{EIGHT_UPDATES} {HELD_OUT} {GREEDY} {CRITIC}".split()
+
+
+# --- Two processes and a model ----------------------------------------------------------------------------------------
+
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+
+def work():
+    """Print what each of two processes finds, in order of rank, as a line of JSON."""
+    distributed.start()
+    rank = distributed.rank()
+    model = tiny_base(tie_word_embeddings=True)
+    right = copy.deepcopy(model)
+    head = nn.Linear(48, 1)
+    head.load_state_dict({"weight": torch.ones(1, 48), "bias": torch.zeros(1)})
+    right_head = copy.deepcopy(head)
+    sharding.shard_model(model)
+    found = {
+        "own": sum(x.to_local().numel() for x in model.parameters()),
+        "all": sum(x.numel() for x in right.parameters()),
+    }
+
+    with torch.no_grad(), sharding.whole_models([model]):  # each makes a number of passes of its own
+        for _ in range(1 + 2 * rank):
+            logits = model(IDS).logits
+        found["same logits"] = torch.equal(logits, right(IDS).logits)
+
+    head(model(IDS[rank : rank + 1]).logits).square().sum().backward()
+    (right_head(right(IDS).logits).square().sum() / 2).backward()
+    distributed.average_gradients([*model.parameters(), *head.parameters()])
+    found["norm"] = sharding.clip_gradients([*model.parameters(), *head.parameters()], 0.5).item()
+    found["right norm"] = nn.utils.clip_grad_norm_([*right.parameters(), *right_head.parameters()], 0.5).item()
+    pairs = list(zip([*model.parameters(), *head.parameters()], [*right.parameters(), *right_head.parameters()]))
+    found["error"] = max((sharding.whole(x.grad) - y.grad).abs().max().item() for x, y in pairs)
+
+    whole = sharding.whole_tensors(model.state_dict(keep_vars=True))
+    found["names"] = whole.keys() == right.state_dict().keys()
+    found["whole"] = [x is not None and torch.equal(x, right.state_dict()[name]) for name, x in whole.items()]
+    found["tied"] = whole["lm_head.weight"] is whole["model.embed_tokens.weight"]
+    shares = [torch.equal(sharding.share(y, x).to_local(), x.to_local()) for x, y in pairs[:-2]]
+    found["shares"] = all(shares) and sharding.share(right_head.bias, head.bias) is right_head.bias
+    distributed.say(json.dumps(distributed.gather_objects(found)))
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each of two processes found, in order of rank."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_each_process_holds_half(found):
+    for each in found:
+        assert each["own"] == each["all"] / 2
+
+
+def test_whole_models_compute_the_same_bits_in_numbers_of_passes_that_differ(found):
+    for each in found:
+        assert each["same logits"]
+
+
+def test_gradients_are_averaged_once_and_clipped_by_the_norm_over_all(found):
+    for each in found:
+        assert each["norm"] == pytest.approx(each["right norm"], rel=1e-6) and each["norm"] > 1
+        assert each["error"] < 1e-6
+
+
+def test_whole_tensors_are_those_of_the_model_in_the_main_process(found):
+    assert all(each["names"] and each["tied"] for each in found)
+    assert all(found[0]["whole"])
+    assert not any(found[1]["whole"])
+
+
+def test_a_share_is_the_process_s_part_of_a_whole_tensor(found):
+    for each in found:
+        assert each["shares"]
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+
+def largest_difference(one, other):
+    """Of what two folders have in safetensors files of the same names."""
+    names = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
+    assert names == sorted(path.relative_to(other) for path in other.rglob("*.safetensors"))
+    largest = 0.0
+    for name in names:
+        ours = load_file(one / name)
+        theirs = load_file(other / name)
+        assert ours.keys() == theirs.keys()
+        largest = max(largest, *(float((ours[key] - theirs[key]).abs().max()) for key in ours))
+    return largest
+
+
+@pytest.fixture(scope="module")
+def task(shared_folder):
+    path = shared_folder / "lengths.py"
+    path.write_text(TASK)
+    return ["--task", path]
+
+
+@pytest.fixture(scope="module")
+def sharded(shared_folder, task):
+    """The folder of a run of two processes that share each model."""
+    folder = shared_folder / "sharded"
+    with alone(shared_folder / "sharded.lock"):
+        if not (folder / "agent_1").exists():
+            finish_two("ippo_llm", *FLAGS, *task, "--shard", "--output-dir", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(shared_folder, task):
+    """The folder of the same run of one process."""
+    folder = shared_folder / "whole"
+    with alone(shared_folder / "whole.lock"):
+        if not (folder / "agent_1").exists():
+            finish("ippo_llm", *FLAGS, *task, "--output-dir", folder)
+    return folder
+
+
+def test_two_sharded_processes_learn_what_one_does(sharded, whole):
+    for column in ("reward_mean", "agent_0/grad_norm", "agent_1/value_loss"):
+        rows = zip(read_metrics(sharded), read_metrics(whole), strict=True)
+        for ours, theirs in rows:
+            assert float(ours[column]) == pytest.approx(float(theirs[column]), rel=1e-4)
+    assert read_metrics(sharded)[3]["eval/reward_mean"] == read_metrics(whole)[3]["eval/reward_mean"]
+    for i in range(2):
+        name = f"checkpoints/update_000008/agent_{i}"  # with moments
+        assert largest_difference(sharded / name, whole / name) < 1e-5
+        assert largest_difference(sharded / name, whole / f"checkpoints/update_000004/agent_{i}") > 1e-4
+
+
+def test_the_folders_are_those_of_one_process(sharded, whole):
+    for i in range(2):
+        names = [path.relative_to(whole) for path in (whole / f"agent_{i}").rglob("*") if path.is_file()]
+        assert len(names) > 6
+        for name in names:
+            ours = sharded / name
+            if name.suffix == ".safetensors":
+                assert ours.stat().st_size == (whole / name).stat().st_size
+            else:
+                assert ours.read_bytes() == (whole / name).read_bytes()
+
+
+def test_transformers_opens_the_folders(sharded):
+    actor, messages = AutoModelForCausalLM.from_pretrained(sharded / "agent_0", output_loading_info=True)
+    assert not messages["missing_keys"] and type(actor).__name__ == "LlamaForCausalLM"
+    critic, messages = AutoModel.from_pretrained(sharded / "agent_0/critic", output_loading_info=True)
+    assert not messages["missing_keys"] and type(critic).__name__ == "LlamaModel"
+
+
+def cut(run, folder):
+    """A copy of a run without the last of its two checkpoints."""
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / "checkpoints/update_000008")
+    return folder
+
+
+def test_two_sharded_processes_go_on_to_the_same_bits(sharded, tmp_path):
+    run = cut(sharded, tmp_path / "run")
+    finish_two("ippo_llm", "--resume", run)
+    assert_same(run, sharded)
+    assert largest_difference(run / "checkpoints", sharded / "checkpoints") == 0
+
+
+def test_one_process_goes_on_with_a_sharded_run(sharded, tmp_path):
+    run = cut(sharded, tmp_path / "run")
+    process = finish("ippo_llm", "--resume", run, "--no-shard")
+    assert "was a run of 2 processes, and goes on in 1: tokens are sampled" in process.output + process.error
+    assert len(read_metrics(run)) == 8
+    assert largest_difference(run / "checkpoints", sharded / "checkpoints") < 1e-5
+
+
+@pytest.mark.slow
+def test_two_sharded_processes_go_on_with_a_run_of_one(whole, tmp_path):
+    run = cut(whole, tmp_path / "run")
+    finish_two("ippo_llm", "--resume", run, "--shard")
+    assert len(read_metrics(run)) == 8
+    assert largest_difference(run / "checkpoints", whole / "checkpoints") < 1e-5
+
+
+def test_processes_may_play_and_sample_for_different_times(tmp_path):
+    """With value heads on the actors, turns that end early, and sampling."""
+    flags = "--shard --task number --num-turns 3 --max-new-tokens 4 --train-size 16 --rollout-buffer-size 8 "
+    flags += "--mini-batch-size 4 --eval-size 3 --num-train-epochs 1 --early-termination-threshold 0.3"
+    finish_two("iac_llm", *flags.split(), "--output-dir", tmp_path / "run")
+    assert len(read_metrics(tmp_path / "run")) == 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/agent_1")
+
+
+def test_a_process_does_not_wait_for_one_that_is_gone(tmp_path, task):
+    run = tmp_path / "run"
+    flags = [*FLAGS, *task, "--shard", "--train-size", 400, "--save-interval", 1, "--output-dir", run]
+    first, second = start_two("ippo_llm", *flags)
+    first.wait_until(lambda: saved_steps(run))
+    second.signal(signal.SIGKILL)
+    assert first.wait(60).exitcode == 1
+    assert first.error.splitlines()[-1].startswith("ippo_llm.py: error: another process of this run has ended: ")
+    assert "Traceback" not in first.error and "Warning" not in first.error
+    assert "go on with: python ippo_llm.py --resume" in first.output
+    assert not list(run.glob("agent_*"))  # a process alone has no whole agent
+
+
+# --- One process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [ippo_llm, iac_llm], ids=["ippo", "iac"])
+def test_one_process_has_nobody_to_share_with(script):
+    with pytest.raises(UserError, match="--shard takes several processes, and this is one"):
+        script.main(script.Args(shard=True))
+
+
+def test_without_shards_gradients_are_clipped_as_torch_does():
+    model = build_model(AutoTokenizer.from_pretrained(locate("utils/tiny_lm")))
+    model(IDS).logits.square().sum().backward()
+    other = copy.deepcopy(model)
+    for x, y in zip(model.parameters(), other.parameters()):
+        y.grad = x.grad.clone()
+    norm = sharding.clip_gradients(list(model.parameters()), 0.5)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(other.parameters(), 0.5))
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(model.parameters(), other.parameters()))
+
+
+def test_memory_that_runs_out_ends_a_run_of_shards():
+    def loss(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    class Minibatch:
+        def split(self, num_parts):
+            return [self]
+
+    with pytest.raises(UserError, match="^out of memory in an update: lower --mini-batch-size$"):
+        Faults("--mini-batch-size", "--rate", halves=False).backward(None, Minibatch(), None, loss)
+
+
+if __name__ == "__main__":
+    work()

@@ -1,0 +1,84 @@
+"""Models shared out over the processes that train them, by torch's FSDP2: each holds an equal part of every weight.
+
+So it does of gradients and of the optimiser's moments. Layers are gathered for a forward or a backward pass, one after
+the other, and let go; all processes have to make the same passes.
+"""
+
+import contextlib
+import warnings
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from utils import distributed
+
+
+def shard_model(model):
+    """Let each process keep its part of a transformers model's weights, in place: of each layer, then of the rest.
+
+    It comes before the optimiser is made, and after the model was copied: a sharded model can't be.
+    """
+    mesh = init_device_mesh(model.device.type, (distributed.world_size(),))
+    for module in reversed(list(model.modules())):  # what is inside comes first
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    # It warns of outputs that are views, for those who write into them; nothing here does
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+@contextlib.contextmanager
+def whole_models(models):
+    """Within it each process has the whole weights of these models: it samples without the others, in its own steps."""
+    modules = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
+
+
+def whole(x):
+    """A sharded tensor whole, in every process, all of which call it; any other tensor as it is."""
+    if not isinstance(x, DTensor):
+        return x
+    with distributed.among_processes():
+        return x.detach().full_tensor()
+
+
+def whole_tensors(tensors):
+    """{name: tensor} with sharded ones whole, in the memory of the main process; all processes call it.
+
+    A tensor under two names stays one. The other processes have None for what is sharded.
+    """
+    copies = {}
+    for x in tensors.values():
+        if isinstance(x, DTensor) and id(x) not in copies:
+            copy = whole(x)
+            copies[id(x)] = copy.cpu() if distributed.is_main() else None
+    return {name: copies.get(id(x), x.detach()) for name, x in tensors.items()}
+
+
+def share(x, like):
+    """This process's part of a tensor that all processes have, sharded as `like` is; x itself where that is whole."""
+    if not isinstance(like, DTensor):
+        return x
+    return distribute_tensor(x.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def clip_gradients(parameters, max_norm):
+    """Clip gradients to the norm over all parameters, sharded and whole ones; what the norm was."""
+    parts = [x.grad.to_local() for x in parameters if isinstance(x.grad, DTensor)]
+    if not parts:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    wholes = [x.grad for x in parameters if x.grad is not None and not isinstance(x.grad, DTensor)]
+    square = distributed.total(nn.utils.get_total_norm(parts) ** 2)
+    norm = (square + nn.utils.get_total_norm(wholes).to(square) ** 2).sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=False)
+    return norm
