@@ -164,6 +164,22 @@ def whole(shared_folder, task):
     return folder
 
 
+@pytest.fixture(scope="module")
+def doubled(shared_folder, task):
+    """The folder of the same run of two processes that have each model whole."""
+    folder = shared_folder / "doubled"
+    with alone(shared_folder / "doubled.lock"):
+        if not (folder / "agent_1").exists():
+            finish_two("ippo_llm", *FLAGS, *task, "--output-dir", folder)
+    return folder
+
+
+def test_two_processes_learn_what_one_does(doubled, whole):
+    for i in range(2):
+        name = f"checkpoints/update_000008/agent_{i}"
+        assert largest_difference(doubled / name, whole / name) < 1e-5
+
+
 def test_two_sharded_processes_learn_what_one_does(sharded, whole):
     for column in ("reward_mean", "agent_0/grad_norm", "agent_1/value_loss"):
         rows = zip(read_metrics(sharded), read_metrics(whole), strict=True)

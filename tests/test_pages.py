@@ -1,0 +1,33 @@
+"""The tests that pages of docs/ name are there, and so are the flags."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import ippo_llm
+import ppo_llm
+from utils.benchmark import BenchmarkArgs
+from utils.cli import flag_name
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = {"checkpoints.md": 20, "many_devices.md": 10}  # page, and how many it names at least
+FLAGS = {flag_name(name) for args in (ippo_llm.Args(), ppo_llm.Args(), BenchmarkArgs()) for name in vars(args)}
+
+
+@pytest.mark.parametrize("page", TESTS)
+def test_every_test_that_a_page_names_exists(page):
+    found = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / page).read_text())
+    assert len(found) >= TESTS[page]
+    for file, name in found:
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), name
+
+
+def test_every_row_of_checkpoints_names_a_test():
+    rows = re.findall(r"^\| `?\w.*\|$", (ROOT / "docs/checkpoints.md").read_text(), flags=re.M)[1:]
+    assert all(re.search(r"\| `test_\w+\.py::test_\w+` \|$", row) for row in rows)
+
+
+def test_every_flag_of_checkpoints_is_one():
+    for flag in re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/checkpoints.md").read_text()):
+        assert flag.replace("--no-", "--") in FLAGS, flag
