@@ -28,8 +28,8 @@ def last_tenth(rows):
 
 @SCRIPTS
 def test_the_reward_rises_within_a_few_updates(tmp_path, script):
-    rows = train(script, tmp_path, use_separate_critic=True, train_size=1024, num_train_epochs=1, eval_interval=0)
-    assert len(rows) == 1024 // script.Args().rollout_buffer_size
+    rows = train(script, tmp_path, use_separate_critic=True, train_size=640, num_train_epochs=1, eval_interval=0)
+    assert len(rows) == 640 // script.Args().rollout_buffer_size
     assert float(rows[0]["reward_mean"]) < 1.2
     assert mean(rows[-4:]) > mean(rows[:2]) + 0.5
 
@@ -41,8 +41,8 @@ def test_players_meet_the_number_better_within_a_few_updates(tmp_path):
 
 
 def test_a_player_guesses_better_within_a_few_updates(tmp_path):
-    rows = train(ppo_llm, tmp_path, train_size=1280, num_train_epochs=1, evaluation_interval=0)
-    assert len(rows) == 20 and mean(rows[-4:]) > mean(rows[:2]) + 0.2
+    rows = train(ppo_llm, tmp_path, train_size=960, num_train_epochs=1, evaluation_interval=0)
+    assert len(rows) == 15 and mean(rows[-4:]) > mean(rows[:2]) + 0.2
 
 
 @pytest.mark.slow
