@@ -150,19 +150,19 @@ def some(examples):
     )
 
 
-@some(25)
+@some(15)
 @given(flags("ippo"))
 def test_any_flags_of_ippo_train_or_are_one_line(changed):
     check_run("ippo", changed)
 
 
-@some(25)
+@some(15)
 @given(flags("iac"))
 def test_any_flags_of_iac_train_or_are_one_line(changed):
     check_run("iac", changed)
 
 
-@some(25)
+@some(15)
 @given(flags("ppo"))
 def test_any_flags_of_ppo_train_or_are_one_line(changed):
     check_run("ppo", changed)

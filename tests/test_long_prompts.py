@@ -162,8 +162,12 @@ def test_a_rollout_has_the_end_of_a_truncated_prompt(model, tokenizer):
 
 def test_a_later_prompt_is_truncated_too(tmp_path):
     task = task_of(external_transition=lambda item: [LONG["text"]] * 2)
-    for script, turns in ((ippo_llm, "num_turns"), (ppo_llm, "max_turns")):
-        run = train(script, tmp_path / turns, SHORT[:8], task=task, long_prompts="truncate", **{turns: 2})
+    for script, turns, length in (
+        (ippo_llm, "num_turns", "max_new_tokens"),
+        (ppo_llm, "max_turns", "max_output_tokens"),
+    ):
+        flags = {"long_prompts": "truncate", turns: 2, length: 8}
+        run = train(script, tmp_path / turns, SHORT[:8], task=task, **flags)
         assert run.rows[0]["turns"] == 2
 
 
