@@ -46,6 +46,7 @@ PPO = SMALL | {
 }
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
 SCRIPTS = {"ippo": (ippo_llm, TEAM), "iac": (iac_llm, TEAM), "ppo": (ppo_llm, PPO)}
+ONE_OR_ALL = ["ppo", *(pytest.param(script, marks=pytest.mark.slow) for script in ("ippo", "iac"))]
 
 # So many of these are made, computed or held at once, for as long or as much as the flag says: no number is too large,
 # but large ones take hours, or all memory. They stay at a few.
@@ -281,7 +282,7 @@ def check_command(script, argv):
         assert not stop.code and {"--help", "-h"} & {*argv}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ONE_OR_ALL)
 @pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_any_command_line_gives_flags_or_one_line(script, examples):
     @some(examples)
@@ -294,7 +295,7 @@ def test_any_command_line_gives_flags_or_one_line(script, examples):
     check()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ONE_OR_ALL)
 def test_a_word_for_every_flag_gives_flags_or_one_line(script):
     words = [[], [""], ["-1"], ["nan"], ["٣"], ["x", "y"]]
     for k, name in enumerate(hints(script)):

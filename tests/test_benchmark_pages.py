@@ -32,6 +32,7 @@ def here(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_small_benchmark_is_made_and_made_again(here, capsys):
     flags = {"size": "quick", "seeds": (1, 2), "only": ("ippo_head/(number|tldr)",), "threads": 1}
     flags["output_dir"] = str(here / "out")
@@ -89,6 +90,7 @@ def test_bad_flags_are_one_line(here):
         driver.main(driver.Args(size="quick", output_dir=str(here / "pages")))
 
 
+@pytest.mark.slow
 def test_every_run_is_of_flags_that_the_script_takes():
     scripts = {"ippo_llm.py": ippo_llm, "iac_llm.py": iac_llm, "ppo_llm.py": ppo_llm}
     for size in ("full", "quick"):

@@ -119,7 +119,7 @@ def test_a_run_ends_with_its_last_samples_and_where_the_time_went(tmp_path, caps
 # --- The same bits ----------------------------------------------------------------------------------------------------
 
 
-@SCRIPTS
+@pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(tmp_path, script):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         flags = {"seed": seed, "output_dir": str(tmp_path / name), "use_separate_critic": True, "train_size": 24}

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -26,7 +27,7 @@ class Tracker:
             "tags": list(args.wandb_tags),
             "name": args.wandb_run_name or folder.name,
             "config": config,
-            "dir": os.environ.get("WANDB_DIR") or folder.resolve(),
+            "dir": Path(os.environ.get("WANDB_DIR") or folder).resolve(),
             "id": self.id,
             "resume": "allow" if self.id else None,
         }
