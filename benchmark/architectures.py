@@ -193,7 +193,7 @@ def make_args(script, folder, output_dir):
 
 
 def check_script(script, folder, output_dir):
-    """Train a script's agent with the model in a folder for one update; what was found, by name."""
+    """Train a script's agent with the model in a folder for one update; what came of it, by name."""
     agents, run = script.main(make_args(script, folder, output_dir), task=Task())
     agent = agents[0]
     args = run.args
@@ -257,13 +257,13 @@ def weight_change(agent):
 def saved_difference(script, agent, folder, run_folder):
     """The largest difference of logits between an agent and what transformers, or peft, opens in the run's folder."""
     ids = torch.arange(12)[None] * 5
-    here = policy_of(agent)(ids).logits
+    logits = policy_of(agent)(ids).logits
     if script is ppo_llm:
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         saved = peft.PeftModel.from_pretrained(base, run_folder / "agent_0" / "actor")
     else:
         saved = AutoModelForCausalLM.from_pretrained(run_folder / "agent_0")
-    return float((saved.eval()(ids).logits - here).abs().max())
+    return float((saved.eval()(ids).logits - logits).abs().max())
 
 
 def slowdown(model):
@@ -307,26 +307,29 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(ARCHITECTURES), help="architectures, by transformers' name")
     flags = parser.parse_args()
+    for name in flags.names:
+        if name not in ARCHITECTURES:
+            parser.error(f"{name} is none of {', '.join(ARCHITECTURES)}")
     transformers.logging.set_verbosity_error()
     print("| architecture | ippo | iac | ppo | weights change | saved | padding |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in flags.names:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             model = save_model(name, f"{folder}/model")
-            found = {}
+            results = {}
             for label, script in SCRIPTS.items():
-                found[label] = check_script(script, f"{folder}/model", f"{folder}/{label}")
-        print(row(name, model, found), flush=True)
+                results[label] = check_script(script, f"{folder}/model", f"{folder}/{label}")
+        print(row(name, model, results), flush=True)
 
 
-def row(name, model, found):
+def row(name, model, results):
     """A row of the table."""
-    first = found["ippo"]
+    first = results["ippo"]
     cells = [name]
-    for result in found.values():
+    for result in results.values():
         cells.append(f"{max(result['sampled'], result['recomputed']):.0e}")
-    cells.append(f"{min(result['change'] for result in found.values()):.0e}")
-    cells.append(f"{max(result['saved'] for result in found.values()):.0e}")
+    cells.append(f"{min(result['change'] for result in results.values()):.0e}")
+    cells.append(f"{max(result['saved'] for result in results.values()):.0e}")
     if not first["recomputes"]:
         cells.append("yes")
     else:

@@ -30,13 +30,13 @@ LABELS = ["ippo", pytest.param("iac", marks=pytest.mark.slow), "ppo"]  # iac com
 @pytest.mark.parametrize("label", LABELS)
 def test_a_script_trains_an_architecture(label, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)  # takes longer than all the rest
-    found = architectures.check_script(architectures.SCRIPTS[label], str(folder), str(tmp_path / "run"))
-    assert len(set(found["lengths"])) > 1  # rows that end at different times
-    assert found["sampled"] < 1e-4
-    assert found["recomputed"] < 1e-4
-    assert found["change"] > 1e-5
-    assert found["saved"] < 1e-5
-    assert found["recomputes"] == (folder.name in UNPADDED)
+    result = architectures.check_script(architectures.SCRIPTS[label], str(folder), str(tmp_path / "run"))
+    assert len(set(result["lengths"])) > 1  # rows that end at different times
+    assert result["sampled"] < 1e-4
+    assert result["recomputed"] < 1e-4
+    assert result["change"] > 1e-5
+    assert result["saved"] < 1e-5
+    assert result["recomputes"] == (folder.name in UNPADDED)
 
 
 def test_the_page_has_all_of_them():

@@ -49,8 +49,8 @@ def items(title):
 @pytest.mark.parametrize("epochs", ["ppo_epochs", "ac_epochs"])
 def test_every_item_of_comlrls_pages_is_there_in_order(epochs):
     names = CONFIG.format(epochs=epochs).split() + TRAINER.split()
-    there = items("CoMLRL's Multi-Agent PPO and Multi-Agent Actor-Critic")
-    assert [name for name in there if name in names] == names
+    page_items = items("CoMLRL's Multi-Agent PPO and Multi-Agent Actor-Critic")
+    assert [name for name in page_items if name in names] == names
 
 
 def test_every_item_of_agilerls_page_is_there():

@@ -17,9 +17,9 @@ FLAGS = {flag_name(name) for args in (ippo_llm.Args(), ppo_llm.Args(), Benchmark
 
 @pytest.mark.parametrize("page", TESTS)
 def test_every_test_that_a_page_names_exists(page):
-    found = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / page).read_text())
-    assert len(found) >= TESTS[page]
-    for file, name in found:
+    tests = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / page).read_text())
+    assert len(tests) >= TESTS[page]
+    for file, name in tests:
         assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), name
 
 
