@@ -39,11 +39,11 @@ from torch.nn.functional import pad
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TopKLogitsWarper, TopPLogitsWarper, set_seed
 
-from utils import checkpoint, distributed, sharding, tasks
+from utils import checkpoint, distributed, engine, sharding, tasks
 from utils.causal_lm import check_padding, forward
 from utils.cli import Settings, UserError, check_needs, command_line, flags
 from utils.faults import Faults
-from utils.metrics import average, explained_variance, team_metrics
+from utils.metrics import average, explained_variance, sampler_metrics, team_metrics
 from utils.models import check_model, from_pretrained, loading, per_agent, place
 from utils.prompts import end_tokens, render
 from utils.run import FolderArgs, Run, run_folder
@@ -137,11 +137,22 @@ class OptimizerArgs:
 
 
 @flags
-class Args(TrainingArgs, tasks.TaskArgs, FolderArgs, ModelArgs, SamplingArgs, AlgorithmArgs, IPPOArgs, OptimizerArgs):
+class Args(
+    TrainingArgs,
+    tasks.TaskArgs,
+    FolderArgs,
+    ModelArgs,
+    SamplingArgs,
+    engine.VllmArgs,
+    AlgorithmArgs,
+    IPPOArgs,
+    OptimizerArgs,
+):
     """All flags."""
 
 
 CRITIC_FLAG = "--critic-model-name-or-path"
+MOST_WEIGHT = 2.0  # of a token, of those that make up for what vLLM computes otherwise (--sampler-correction)
 
 
 def check_args(args):
@@ -164,6 +175,9 @@ def check_args(args):
         "top_k": "do_sample",
     }
     check_needs(args, needs)
+    engine.check_vllm_args(args)
+    if args.use_vllm and args.per_device_train_batch_size:
+        raise UserError("--per-device-train-batch-size has no effect with --use-vllm: --vllm-config has max_num_seqs")
     if args.value_head_hidden_dim and args.use_separate_critic:
         raise UserError("--value-head-hidden-dim has no effect with --use-separate-critic")
     if args.early_termination_threshold is not None and args.num_turns == 1:
@@ -286,7 +300,15 @@ class Agent:
         self.value_head = build_value_head(critic or reference, hidden_dim)
         self.optimizers = build_optimizers(self, args)
         self.schedules = []
+        self.engine = build_engine(self.actor, args) if args.use_vllm else None
         self.faults = Faults("--mini-batch-size", "--actor-learning-rate", halves=not args.shard)
+
+
+def build_engine(actor, args):
+    """vLLM's engine for models such as this one."""
+    longest = args.max_prompt_length and args.max_prompt_length + args.max_new_tokens
+    with sharding.whole_models([actor]):
+        return engine.build_engine(actor, args, longest)
 
 
 def build_value_head(model, hidden_dim):
@@ -417,6 +439,7 @@ class Rollout:
     response_ids: torch.Tensor  # [B, T, L]
     mask: torch.Tensor  # [B, T, L] 1 on sampled tokens, up to and including the first end token
     logprobs: torch.Tensor  # [B, T, L] log pi(a_t|h_t), of the logits divided by the temperature
+    sampler_logprobs: torch.Tensor  # [B, T, L] vLLM's, of the distribution that it sampled from; 0 without vLLM
     values: torch.Tensor  # [B, T, L] V(h_t) of a value head on the actor; 0 where the critic is a model of its own
     rewards: torch.Tensor  # [B, T] as reward_func gave them
     processed_rewards: torch.Tensor  # [B, T] as reward_processor left them, which is what is learned from
@@ -438,6 +461,7 @@ class Rollout:
             response_ids=self.response_ids[rows, :, :L],
             mask=self.mask[rows, :, :L],
             logprobs=self.logprobs[rows, :, :L],
+            sampler_logprobs=self.sampler_logprobs[rows, :, :L],
             values=self.values[rows, :, :L],
             rewards=self.rewards[rows],
             processed_rewards=self.processed_rewards[rows],
@@ -450,7 +474,7 @@ def check_length(length, config, args):
     """Raise UserError for a prompt of so many tokens that is too long for the flags, or for the model."""
     if args.max_prompt_length and length > args.max_prompt_length:
         raise UserError(f"a prompt of {length} tokens exceeds --max-prompt-length {args.max_prompt_length}")
-    room = getattr(config.get_text_config(), "max_position_embeddings", None)
+    room = engine.room(config, args)
     if room and length + args.max_new_tokens > room:
         sizes = f"--max-new-tokens {args.max_new_tokens} after a prompt of {length}"
         raise UserError(f"{sizes} exceeds the model's {room} positions")
@@ -459,7 +483,7 @@ def check_length(length, config, args):
 def prompt_limit(config, args):
     """The most tokens of a prompt, or None. Raises UserError where the model has no room for so many."""
     check_length(args.max_prompt_length or 1, config, args)
-    room = getattr(config.get_text_config(), "max_position_embeddings", None)
+    room = engine.room(config, args)
     return args.max_prompt_length or (room and room - args.max_new_tokens)
 
 
@@ -521,6 +545,45 @@ def sample_tokens(agent, rollout, rows, args, generator):
         attention_mask = pad(attention_mask[running], (0, 1), value=1)
 
 
+def hand_over(agent, args):
+    """Give vLLM the agent's weights. Raises UserError where it then has others."""
+    agent.engine.load_weights(agent.actor)
+    with autocast(agent.actor, args):
+        agent.engine.check(lambda ids: forward(agent.actor, ids, keep=1).logits[:, -1])
+
+
+def sample_with_vllm(agent, rollout, args, generator):
+    """Let an agent answer all prompts of a rollout of one turn, into the rollout, but for logprobs and values."""
+    hand_over(agent, args)
+    settings = {
+        "max_tokens": args.max_new_tokens,
+        "stop_token_ids": end_tokens(agent.actor, agent.tokenizer),
+        "temperature": args.temperature if args.do_sample else 0.0,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+    }
+    prompts = []
+    for ids, mask in zip(rollout.prompt_ids[:, 0], rollout.prompt_mask[:, 0]):
+        prompts.append(ids[mask > 0].tolist())
+    responses, logprobs = agent.engine.sample(prompts, settings, generator)
+    for row, ids in enumerate(responses):
+        L = len(ids)
+        rollout.response_ids[row, 0, :L] = torch.tensor(ids)
+        rollout.mask[row, 0, :L] = 1.0
+        rollout.sampler_logprobs[row, 0, :L] = torch.tensor(logprobs[row])
+
+
+def evaluate_actor(agent, rollout, args):
+    """Write what vLLM does not know into a rollout: log pi(a_t|h_t), and V(h_t) of a value head on the actor."""
+    for rows in torch.arange(len(rollout.mask), device=rollout.mask.device).split(args.mini_batch_size):
+        part = rollout.select(rows)
+        L = part.mask.shape[-1]
+        log_pi, hidden_states = forward_policy(agent.actor, part, args)
+        rollout.logprobs[rows, :, :L] = take_logprobs(log_pi, part)
+        if agent.critic is None:
+            rollout.values[rows, :, :L] = scatter(read_values(agent.value_head, hidden_states), part.played)
+
+
 @torch.no_grad()
 def sample(agent, prompts, args, generator):
     """Let an agent answer B prompts, strings: a rollout of one turn, without rewards. Raises UserError."""
@@ -533,18 +596,24 @@ def sample(agent, prompts, args, generator):
         response_ids=torch.full_like(blank, agent.tokenizer.pad_token_id, dtype=torch.long),
         mask=blank.clone(),
         logprobs=blank.clone(),
+        sampler_logprobs=blank.clone(),
         values=blank.clone(),
         rewards=blank[..., 0].clone(),
         processed_rewards=blank[..., 0].clone(),
         prompts=[[prompt] for prompt in prompts],
         responses=[],
     )
-    chunk_size = (args.per_device_train_batch_size or B) * args.num_generations
-    with autocast(agent.actor, args):
-        for rows in torch.arange(B, device=blank.device).split(chunk_size):
-            sample_tokens(agent, rollout, rows, args, generator)
+    if args.use_vllm:
+        sample_with_vllm(agent, rollout, args, generator)
+    else:
+        chunk_size = (args.per_device_train_batch_size or B) * args.num_generations
+        with autocast(agent.actor, args):
+            for rows in torch.arange(B, device=blank.device).split(chunk_size):
+                sample_tokens(agent, rollout, rows, args, generator)
     texts = agent.tokenizer.batch_decode(rollout.response_ids[:, 0], skip_special_tokens=True)
     rollout.responses = [[text] for text in texts]
+    if args.use_vllm:
+        evaluate_actor(agent, rollout, args)
     return rollout.select(torch.arange(B))
 
 
@@ -565,7 +634,7 @@ def join(turns, rows, B, T):
     tensors = {}
     for name in ("prompt_ids", "prompt_mask"):
         tensors[name] = stack([getattr(turn, name) for turn in turns], rows, (B, T), padding="left")
-    for name in ("response_ids", "mask", "logprobs", "values", "rewards", "processed_rewards"):
+    for name in ("response_ids", "mask", "logprobs", "sampler_logprobs", "values", "rewards", "processed_rewards"):
         tensors[name] = stack([getattr(turn, name) for turn in turns], rows, (B, T), padding="right")
     prompts = [[] for _ in range(B)]
     responses = [[] for _ in range(B)]
@@ -799,6 +868,13 @@ def minibatches(batch, args, generator):
         yield minibatch
 
 
+def sampler_weights(rollout, args):
+    """The weight of each token in the policy's loss, [B, T, L]: pi / pi of vLLM, at most 2; 1 without vLLM."""
+    if not args.use_vllm or not args.sampler_correction or not args.do_sample:
+        return torch.ones_like(rollout.logprobs)
+    return (rollout.logprobs - rollout.sampler_logprobs).exp().clamp(max=MOST_WEIGHT)
+
+
 def ippo_loss(agent, minibatch, args):
     """The loss of a mini-batch and its metrics: means over the mini-batch's tokens or actions."""
     rollout = minibatch.rollout
@@ -813,6 +889,7 @@ def ippo_loss(agent, minibatch, args):
 
     log_ratio = (logprobs - rollout.logprobs).detach()
     approx_kl = ((log_ratio.exp() - 1 - log_ratio) * rollout.mask).sum() / minibatch.num_tokens
+    logprobs = logprobs * sampler_weights(rollout, args)
     if args.action_granularity == "turn":  # log pi of a response is the sum over its tokens
         logprobs = (logprobs * rollout.mask).sum(-1, keepdim=True)
         values = values[..., :1]
@@ -856,13 +933,15 @@ def describe_drift(rollout, reference_logprobs):
     }
 
 
-def describe_update(batch, history):
+def describe_update(batch, history, args):
     """What an agent's update was like: metrics of the rollout, and means over its optimiser steps."""
     rollout = batch.rollout
     lengths = rollout.mask.sum(-1)[rollout.played]
     metrics = {"response_length": lengths.mean()}
     metrics |= average(history)
     metrics["explained_variance"] = explained_variance(batch.returns, batch.old_values, batch.action_mask)
+    if args.use_vllm and args.do_sample:
+        metrics |= sampler_metrics(rollout, MOST_WEIGHT)
     return metrics
 
 
@@ -969,7 +1048,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
                     schedule.step()
 
                 drifts.append(describe_drift(rollout, reference_logprobs))
-                for name, x in describe_update(batch, history).items():
+                for name, x in describe_update(batch, history, args).items():
                     agent_metrics[f"agent_{i}/{name}"] = x
 
             # 3. Metrics, held-out items, samples.

@@ -44,13 +44,13 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from utils import adapters, distributed, stages, tasks
+from utils import adapters, distributed, engine, stages, tasks
 from utils.causal_lm import check_padding
 from utils.cli import Settings, UserError, check_needs, command_line, flags
 from utils.envs import EnvArgs, Games, load_env
 from utils.faults import Faults
 from utils.lora import LoraArgs, check_lora_args
-from utils.metrics import average, explained_variance, team_metrics
+from utils.metrics import average, explained_variance, sampler_metrics, team_metrics
 from utils.models import check_model, from_pretrained, loading, place
 from utils.prompts import end_tokens, render, reply
 from utils.run import FolderArgs, Run, run_folder
@@ -145,12 +145,14 @@ class Args(
     LoraArgs,
     stages.StageArgs,
     GenerationArgs,
+    engine.VllmArgs,
     PPOArgs,
     OptimizationArgs,
 ):
     """All flags."""
 
 
+MOST_WEIGHT = 2.0  # of a token, of those that make up for what vLLM computes otherwise (--sampler-correction)
 NO_LIMIT = 2**31 - 1  # of --max-model-len, for a model without one
 
 
@@ -173,7 +175,7 @@ def resolve_args(args, task=None, model=None, env=None):
         raise UserError("--model-config has no effect on a model that is loaded")
     else:
         config = model.config
-    room = getattr(config.get_text_config(), "max_position_embeddings", None) or args.max_model_len or NO_LIMIT
+    room = engine.room(config, args) or args.max_model_len or NO_LIMIT
     own_batch_size = math.ceil(args.batch_size / distributed.world_size())
     args = replace(
         args,
@@ -227,6 +229,13 @@ def check_args(args):
     check_needs(args, {"reference_update_interval": "use_separate_reference_adapter"})
     check_needs(args, {"reference_update_interval": "beta"})
     check_lora_args(args)
+    engine.check_vllm_args(args)
+    if args.use_vllm and args.hf_generate_chunk_size:
+        raise UserError("--hf-generate-chunk-size has no effect with --use-vllm: --vllm-config has max_num_seqs")
+    if args.use_vllm and not args.calc_position_embeddings:
+        raise UserError("--no-calc-position-embeddings has no effect with --use-vllm, which has no padding")
+    if args.use_vllm and "quantization_config" in args.model_config:
+        raise UserError("--use-vllm takes no quantized base")
     if args.load_checkpoint is not None:
         stages.check_checkpoint(args)
 
@@ -333,6 +342,8 @@ class Agent:
     """One agent's LoRA adapters on the shared base, by name, its value head and its optimiser."""
 
     def __init__(self, i, model, tokenizer, updates, args):
+        self.number = i
+        self.engine = None  # vLLM's, shared by all agents
         self.model = model  # a peft.PeftModel, shared by all agents
         self.base_name = args.model
         self.tokenizer = tokenizer
@@ -418,7 +429,21 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if args.torch_compiler:
         base.base_model.compile(mode=args.torch_compiler, dynamic=True)
+    if args.use_vllm:
+        attach_engine(agents, config, args)
     return agents
+
+
+def attach_engine(agents, config, args):
+    """Give the agents an engine of vLLM, for adapters of that configuration. Raises UserError."""
+    for name in engine.NOT_IN_VLLM:
+        if getattr(config, name):
+            raise UserError(f"--use-vllm takes no adapters with {name}, which vLLM does not have")
+    longest = args.max_model_len if args.max_model_len < NO_LIMIT else None
+    base = agents[0].model.get_base_model()
+    shared = engine.build_engine(base, args, longest, config.r, len(agents))
+    for agent in agents:
+        agent.engine = shared
 
 
 # --- Rollouts: every agent plays, the environment or the task scores --------------------------------------------------
@@ -464,6 +489,7 @@ class Rollout:
     response_mask: torch.Tensor  # [B, R, L] 1 on tokens
     turn_of_token: torch.Tensor  # [B, R, L] the turn in which a token was sampled, -1 where none was
     logprobs: torch.Tensor  # [B, R, L] log pi_old(a|h)
+    sampler_logprobs: torch.Tensor  # [B, R, L] the same of the sampler, where pi_old is computed anew
     reference_logprobs: torch.Tensor  # [B, R, L] log pi_ref(a|h)
     rewards: torch.Tensor  # [B, T] as the environment or reward_func gave them
     processed_rewards: torch.Tensor  # [B, T] as reward_processor left them, which is what is learned from
@@ -499,6 +525,7 @@ class Rollout:
             response_mask=self.response_mask[rows, :, :L],
             turn_of_token=self.turn_of_token[rows, :, :L],
             logprobs=self.logprobs[rows, :, :L],
+            sampler_logprobs=self.sampler_logprobs[rows, :, :L],
             reference_logprobs=self.reference_logprobs[rows, :, :L],
             rewards=self.rewards[rows],
             processed_rewards=self.processed_rewards[rows],
@@ -535,6 +562,7 @@ def collate(episodes, rewards, processed_rewards, items, agent, args):
         response_mask=torch.zeros(B, R, L, dtype=torch.long, device=device),
         turn_of_token=torch.full((B, R, L), -1, device=device),
         logprobs=torch.zeros(B, R, L, device=device),
+        sampler_logprobs=torch.zeros(B, R, L, device=device),
         reference_logprobs=torch.zeros(B, R, L, device=device),
         rewards=torch.zeros(B, T, device=device),
         processed_rewards=torch.zeros(B, T, device=device),
@@ -549,6 +577,7 @@ def collate(episodes, rewards, processed_rewards, items, agent, args):
         rollout.processed_rewards[b, :num_turns] = torch.tensor(processed_rewards[b])
         for r, transcript in enumerate(episode):
             write_row(rollout, b, r, transcript)
+    rollout.sampler_logprobs = rollout.logprobs
     return rollout
 
 
@@ -647,6 +676,8 @@ def continue_prompts(agent, prompts, args, generator):
 @torch.no_grad()
 def sample(agent, prompts, args, generator):
     """Let an agent continue B prompts, lists of ids: B lists of new ids, of their log pi, and B texts."""
+    if args.use_vllm:
+        return sample_in_one_batch([agent], [prompts], args, generator)[0]
     response_ids = []
     logprobs = []
     chunk_size = args.hf_generate_chunk_size or len(prompts)
@@ -661,6 +692,54 @@ def sample(agent, prompts, args, generator):
     return response_ids, logprobs, texts
 
 
+def sample_team(agents, prompts, args, generator):
+    """Let each of N agents continue B prompts of its own: N results of `sample`. vLLM computes them in one batch."""
+    if args.use_vllm:
+        return sample_in_one_batch(agents, prompts, args, generator)
+    return [sample(agent, own_prompts, args, generator) for agent, own_prompts in zip(agents, prompts)]
+
+
+@torch.no_grad()
+def hand_over(agent, args):
+    """Give vLLM the agent's adapter. Raises UserError where it then has another."""
+    save = functools.partial(adapters.save_adapter, model=agent.model, name=agent.actor, base_name=args.model)
+    agent.engine.load_adapter(agent.number, save)
+    with autocast(agent.model, args):
+        agent.engine.check(functools.partial(next_logits, agent), agent.number)
+
+
+def next_logits(agent, ids):
+    """The actor's logits after ids [R, S]: [R, vocabulary]."""
+    return adapters.forward(agent.model, agent.actor, input_ids=ids, keep=1).logits[:, -1]
+
+
+def sample_in_one_batch(agents, prompts, args, generator):
+    """As sample_team, by vLLM, with the adapters that it was handed."""
+    settings = {
+        "max_tokens": args.max_output_tokens,
+        "min_tokens": args.min_output_tokens,
+        "stop_token_ids": end_tokens(agents[0].model, agents[0].tokenizer),
+        "temperature": args.temperature if generator else 0.0,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+    }
+    batch = []
+    numbers = []
+    for agent, own_prompts in zip(agents, prompts):
+        batch += own_prompts
+        numbers += [agent.number] * len(own_prompts)
+    response_ids, logprobs = agents[0].engine.sample(batch, settings, generator, numbers)
+    texts = agents[0].tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    results = []
+    for own_prompts in prompts:
+        start = sum(len(texts) for _, _, texts in results)
+        rows = slice(start, start + len(own_prompts))
+        results.append((response_ids[rows], logprobs[rows], texts[rows]))
+    return results
+
+
 def act(agent, prompts, args, generator=None):
     """An agent's responses, B strings, to B prompts, strings or chats; with no generator those of the likeliest tokens.
 
@@ -668,6 +747,8 @@ def act(agent, prompts, args, generator=None):
     """
     texts = [render(prompt, agent.tokenizer) for prompt in prompts]
     prompt_ids = [encode_prompt(text, agent.tokenizer, args) for text in texts]
+    if args.use_vllm:
+        hand_over(agent, args)
     _, _, responses = sample(agent, prompt_ids, args, generator)
     return responses
 
@@ -678,6 +759,9 @@ def play(agents, task, items, args, generator, phase):
     `task` is a task, or a function that makes an environment; `phase` is called with the name of what takes the time.
     With no generator the likeliest tokens are taken. Raises TaskError where task or environment fail.
     """
+    if args.use_vllm:
+        for agent in agents:
+            hand_over(agent, args)
     if args.task:
         return play_task(agents, task, items, args, generator, phase)
     return [play_environment(agents[0], task, items, args, generator, phase)]
@@ -735,15 +819,17 @@ def play_task(agents, task, items, args, generator, phase):
     while episodes.running:
         running = list(episodes.running)
         prompts = []
-        responses = []
+        prompt_ids = []
         phase("sample")
         for i, agent in enumerate(agents):
             prompts.append(episodes.prompts(i, agent.tokenizer))
-            prompt_ids = [encode_prompt(prompt, agent.tokenizer, args) for prompt in prompts[i]]
-            response_ids, logprobs, texts = sample(agent, prompt_ids, args, generator)
+            prompt_ids.append([encode_prompt(prompt, agent.tokenizer, args) for prompt in prompts[i]])
+        responses = []
+        for i, result in enumerate(sample_team(agents, prompt_ids, args, generator)):
+            response_ids, logprobs, texts = result
             responses.append(texts)
             for row, k in enumerate(running):
-                transcript = Transcript([prompts[i][row]], prompt_ids[row], turn=len(transcripts[i][k]))
+                transcript = Transcript([prompts[i][row]], prompt_ids[i][row], turn=len(transcripts[i][k]))
                 transcript.add_response(response_ids[row], logprobs[row], texts[row])
                 transcripts[i][k].append(transcript)
         phase("reward")
@@ -836,7 +922,12 @@ def compute_values(agent, rollout, args):
 
 
 def samples_exactly(args):
-    """Whether the log-probabilities of the sampler are those of learning, to 1e-5: full precision, nothing left out."""
+    """Whether the log-probabilities of the sampler are those of learning, to 1e-5: full precision, nothing left out.
+
+    vLLM's are of kernels of its own.
+    """
+    if args.use_vllm:
+        return False
     full_precision = args.dtype == "float32" and args.mixed_precision == "no"
     full_support = args.top_p == 1 and args.top_k == 0 and args.min_p == 0 and args.min_output_tokens == 0
     return full_precision and full_support and args.repetition_penalty == 1 and args.calc_position_embeddings
@@ -995,6 +1086,19 @@ def minibatches(batch, args, generator):
         yield minibatch
 
 
+def sampler_weights(rollout, args):
+    """The weight of each ratio in the actor's loss: pi_old / pi of vLLM, at most 2; 1 without vLLM.
+
+    [B, R, L] of tokens, or [B, T, 1] of turns, whose pi is the product of their tokens'.
+    """
+    log_ratio = (rollout.logprobs - rollout.sampler_logprobs) * rollout.mask
+    if not args.use_vllm or not args.sampler_correction:
+        log_ratio = torch.zeros_like(log_ratio)
+    if args.turn_level_clip:
+        log_ratio = to_turns(log_ratio, rollout)
+    return log_ratio.exp().clamp(max=MOST_WEIGHT)
+
+
 def ppo_loss(agent, minibatch, args):
     """The actor's loss of a mini-batch and its metrics: means over the mini-batch's tokens."""
     rollout = minibatch.rollout
@@ -1020,7 +1124,8 @@ def ppo_loss(agent, minibatch, args):
 
     rho = log_ratio.exp()
     clipped_rho = rho.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    policy_loss = torch.max(-advantages * rho, -advantages * clipped_rho).sum() / num_ratios
+    ratio_losses = torch.max(-advantages * rho, -advantages * clipped_rho)
+    policy_loss = (sampler_weights(rollout, args) * ratio_losses).sum() / num_ratios
     clip_fraction = (rho != clipped_rho).float().sum() / num_ratios
 
     loss = policy_loss + args.beta * k3 - args.ent_coef * entropy
@@ -1068,12 +1173,14 @@ def describe_drift(rollout, reference_logprobs):
     }
 
 
-def describe_update(batch, history):
+def describe_update(batch, history, args):
     """What an agent's update was like: metrics of the rollout, and means over its optimiser steps."""
     rollout = batch.rollout
     metrics = {"response_length": rollout.mask.sum() / distributed.mean(rollout.played.sum())}
     metrics |= average(history)
     metrics["explained_variance"] = explained_variance(batch.returns, batch.old_values, batch.action_mask)
+    if args.use_vllm:
+        metrics |= sampler_metrics(rollout, MOST_WEIGHT)
     return metrics
 
 
@@ -1219,7 +1326,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
                 if args.beta > 0:
                     drifts.append(describe_drift(rollout, rollout.reference_logprobs))
-                for name, x in describe_update(batch, history).items():
+                for name, x in describe_update(batch, history, args).items():
                     agent_metrics[f"agent_{i}/{name}"] = x
 
             # 3. Metrics, held-out episodes, samples.

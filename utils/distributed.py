@@ -38,8 +38,14 @@ def start():
     device = device_of(int(os.environ.get("LOCAL_RANK", 0)) if several else 0)
     if several and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(dist.destroy_process_group)
+        atexit.register(stop)
     return device
+
+
+def stop():
+    """Leave the group, which an engine of vLLM leaves too when it ends."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def take_over_mpi():

@@ -36,6 +36,18 @@ def explained_variance(returns, values, mask):
     return 1 - (returns - values).var(correction=0) / returns.var(correction=0)
 
 
+def sampler_metrics(rollout, most):
+    """The ratio of a token's probability to that which it was sampled with, over the sampled tokens of all processes.
+
+    Its mean, its largest, and the share of tokens where it is above `most`.
+    """
+    log_ratio = rollout.logprobs - rollout.sampler_logprobs
+    ratio = distributed.gather(log_ratio[rollout.mask > 0]).exp()
+    largest = ratio.max() if len(ratio) else ratio.sum()
+    share = (ratio > most).float().mean()
+    return {"sampler_ratio": ratio.mean(), "sampler_ratio_max": largest, "sampler_ratio_truncated": share}
+
+
 def average(metrics):
     """The means, by name, of a list of dicts {name: scalar tensor} that have the same names; {} of none."""
     if not metrics:

@@ -1,0 +1,266 @@
+"""vLLM in place of a script's own sampler (--use-vllm): an engine in the process that learns.
+
+Before it samples, it is handed the weights of an agent, or the adapters of all agents on a base. Then log-probabilities
+of both are compared: the run ends where the engine would go on with other weights.
+"""
+
+import atexit
+import copy
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from dataclasses import field
+from pathlib import Path
+
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from utils.checkpoint import fingerprint, is_of_adapter, plain
+from utils.cli import Settings, UserError, check_needs, flags, one_line
+
+ENVIRONMENT = {  # variables of vLLM, where the user has not set them
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+OWN = {  # settings of vLLM that are not the user's
+    "disable_log_stats": True,
+    "generation_config": "vllm",  # none of the model's own
+    "load_format": "trainer",
+    "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+    "skip_tokenizer_init": True,
+}
+OTHERS = (  # settings that are flags of the scripts, or that this engine does not have
+    "model enable_lora max_loras max_lora_rank seed trust_remote_code tensor_parallel_size pipeline_parallel_size "
+    "data_parallel_size distributed_executor_backend"
+).split()
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA, as vLLM has room for them
+NOT_IN_VLLM = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")  # fields of a LoRA configuration
+
+PROBE = (4, 32)  # prompts, and tokens of each, that are compared
+LARGEST_DIFFERENCE = 1e-3  # on average, in nats
+LARGEST_DIFFERENCE_IN_HALF_PRECISION = 0.2
+
+
+@flags
+class VllmArgs:
+    """Sampling with vLLM."""
+
+    use_vllm: bool = False  # sample with vLLM, an engine in each process; see docs/many_devices.md
+    vllm_config: Settings = field(default_factory=dict)  # settings of vLLM's engine, JSON values by name
+    sampler_correction: bool = True  # weigh a token's loss by its probability here / by vLLM's, at most 2
+
+
+def check_vllm_args(args):
+    """Raise UserError where vLLM is asked for and is not there, or does not have its settings."""
+    check_needs(args, {"vllm_config": "use_vllm", "sampler_correction": "use_vllm"})
+    if not args.use_vllm:
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("--use-vllm takes vLLM, which is not installed: docs/many_devices.md says how")
+    takes = {each.name for each in dataclasses.fields(load_vllm().EngineArgs)}
+    for key in args.vllm_config:
+        if key in OWN or key in OTHERS:
+            raise UserError(f"--vllm-config {key}: it can't be set, as scripts have one way to use vLLM")
+        if key not in takes:
+            raise UserError(f"--vllm-config takes settings of vllm.EngineArgs, got {key}")
+
+
+def room(config, args):
+    """The most tokens that a prompt and its response may have together, or None: those of the model, or of vLLM."""
+    limits = [getattr(config.get_text_config(), "max_position_embeddings", None), args.vllm_config.get("max_model_len")]
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+@functools.cache
+def load_vllm():
+    """The package, whose engines are to be in this process, with weights that can be replaced. Raises UserError."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import vllm
+        import vllm._custom_ops
+        import vllm.lora.request
+    except Exception as error:
+        raise UserError(f"--use-vllm: vLLM can't be imported: {one_line(error)}") from error
+    vllm._custom_ops._supports_onednn = False  # it would pack weights, on CPUs
+    return vllm
+
+
+engines = {}  # of this process, by what they are for: an engine can't be replaced by another
+
+
+def build_engine(model, args, longest=None, rank=None, num_adapters=0):
+    """An engine of vLLM for models of one architecture, or for the adapters on one base.
+
+    `longest`: tokens that prompt and response may have together, None for the model's own limit. With `rank` it takes
+    `num_adapters` adapters of at most that rank. An engine that serves another agent, or an earlier run, serves this
+    one too: it has the weights that it was handed last. Raises UserError.
+    """
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    half = args.dtype == "bfloat16" or args.mixed_precision == "bf16"
+    settings = OWN | {
+        "dtype": "bfloat16" if half else "float32",
+        "enforce_eager": model.device.type == "cpu",
+        "gpu_memory_utilization": 0.4,
+        "max_model_len": longest,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    base = None
+    if rank:
+        room = min((size for size in RANKS if size >= rank), default=rank)
+        settings |= {"enable_lora": True, "max_loras": num_adapters, "max_lora_rank": room}
+        base = fingerprint(model)
+    settings |= args.vllm_config
+    shape = config.to_dict() | {"_name_or_path": None}
+    key = json.dumps([shape, settings, base], sort_keys=True, default=str)
+    if key not in engines:
+        engines[key] = Engine(model, config, settings)
+    return engines[key]
+
+
+class Engine:
+    """An engine, beginning with a model's weights. It leaves torch's random generators as they are."""
+
+    def __init__(self, model, config, settings):
+        self.vllm = load_vllm()
+        self.device = model.device
+        self.folder = memory_folder()
+        config.save_pretrained(self.folder)
+        weights = weights_of(model)
+        register_loader(weights)
+        try:
+            with forked_generators(self.device), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                self.llm = self.vllm.LLM(model=str(self.folder), **settings)
+        except Exception as error:
+            raise UserError(f"--use-vllm: the engine does not start: {one_line(error, 500)}") from error
+        weights.clear()
+        atexit.register(self.close)
+
+    def close(self):
+        """Let go of what it shares with other processes, before they part."""
+        self.llm.llm_engine.engine_core.shutdown()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def load_weights(self, model):
+        """Replace all weights by a model's."""
+        weights = weights_of(model)
+        self.llm.apply_model(lambda own: own.load_weights(weights.items()) and None)
+        self.llm.reset_prefix_cache()
+
+    def load_adapter(self, i, save):
+        """Replace adapter i by what save(folder) writes, in peft's format. Raises UserError where vLLM lacks it."""
+        save(self.folder / f"agent_{i}")
+        try:
+            self.llm.llm_engine.add_lora(self.request(i))
+        except ValueError as error:
+            raise UserError(f"--use-vllm does not take these adapters: {one_line(error)}") from error
+        self.llm.reset_prefix_cache()
+
+    def request(self, i):
+        """What stands for adapter i."""
+        folder = self.folder / f"agent_{i}"
+        return self.vllm.lora.request.LoRARequest(f"agent_{i}", i + 1, str(folder), load_inplace=True)
+
+    def check(self, compute_logits, i=None):
+        """Raise UserError where next tokens are not as likely as compute_logits, [R, S] ids to [R, V], has them here.
+
+        With i, adapter i is on.
+        """
+        rows, columns = PROBE
+        columns = min(columns, self.llm.model_config.max_model_len - 1)
+        ids = torch.arange(rows * columns, device=self.device).view(rows, columns)
+        ids = ids * 7 % self.llm.model_config.get_vocab_size()
+        settings = {"temperature": 1.0, "max_tokens": 1, "logprobs": 20}
+        outputs = self.generate(ids.tolist(), settings, 0, [i] * rows)
+        here = compute_logits(ids).float().log_softmax(-1).tolist()
+        differences = []
+        for row, output in zip(here, outputs):
+            for token, there in output.logprobs[0].items():
+                differences.append(abs(there.logprob - row[token]))
+        mean = sum(differences) / len(differences)
+        half = self.llm.model_config.dtype != torch.float32
+        largest = LARGEST_DIFFERENCE_IN_HALF_PRECISION if half else LARGEST_DIFFERENCE
+        if not mean <= largest:
+            found = f"log-probabilities differ by {mean:.2g} nats on average, by {largest:g} at most where they are"
+            raise UserError(f"--use-vllm: the weights in the engine are not those that were handed over: {found}")
+
+    def sample(self, prompts, settings, generator, adapters=None):
+        """Continue prompts, lists of ids: of each the new ids, and their log-probabilities as they were sampled.
+
+        `settings` are those of vllm.SamplingParams, `adapters` has the number of an adapter for each prompt. With no
+        generator nothing is to be drawn: settings of temperature 0. Raises UserError where there is no room.
+        """
+        room = self.llm.model_config.max_model_len
+        longest = max(len(prompt) for prompt in prompts)
+        if longest + settings["max_tokens"] > room:
+            sizes = f"{settings['max_tokens']} new ones after a prompt of {longest}"
+            raise UserError(f"--vllm-config: max_model_len, {room} tokens, has no room for {sizes}")
+        seed = 0
+        if generator is not None:
+            seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
+        response_ids = []
+        logprobs = []
+        for output in self.generate(prompts, settings | {"logprobs": 0}, seed, adapters):
+            ids = list(output.token_ids)
+            response_ids.append(ids)
+            logprobs.append([entry[token].logprob for entry, token in zip(output.logprobs, ids)])
+        return response_ids, logprobs
+
+    def generate(self, prompts, settings, seed, adapters=None):
+        """What vLLM makes of the prompts."""
+        params = self.vllm.SamplingParams(detokenize=False, ignore_eos=True, **settings)
+        requests = None
+        if adapters and adapters[0] is not None:
+            requests = [self.request(i) for i in adapters]
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        with forked_generators(self.device):
+            torch.manual_seed(seed)
+            outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=requests)
+        return [output.outputs[0] for output in outputs]
+
+
+def forked_generators(device):
+    """Within it torch's global generators may be used: they are put back."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda")
+
+
+def memory_folder():
+    """A new folder, in memory where the system has a disk there with room."""
+    memory = Path("/dev/shm")
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > 2**30
+    return Path(tempfile.mkdtemp(prefix="vllm_", dir=memory if has_room else None))
+
+
+def weights_of(model):
+    """A model's weights without its adapters, by the names that they have in files."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                weights[name] = buffer
+    weights = {plain(name): x.detach() for name, x in weights.items() if not is_of_adapter(name)}
+    return revert_weight_conversion(model, weights)
+
+
+def register_loader(weights):
+    """Let the next engine start with these weights."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    @register_model_loader(OWN["load_format"])
+    class Loader(BaseModelLoader):
+        def download_model(self, model_config):
+            pass
+
+        def load_weights(self, model, model_config):
+            model.load_weights(weights.items())
