@@ -1,4 +1,4 @@
-"""Tokens of another sampler weigh as much as the script's policy and that sampler differ, at most 2; vLLM not needed."""
+"""A token weighs as much as the policy and another sampler differ, at most 2. These tests take no vLLM."""
 
 import importlib.util
 import math
