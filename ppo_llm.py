@@ -44,7 +44,7 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from utils import adapters, distributed, stages, tasks
+from utils import adapters, distributed, sharding, stages, tasks
 from utils.causal_lm import check_padding
 from utils.cli import Settings, UserError, check_needs, command_line, flags
 from utils.envs import EnvArgs, Games, load_env
@@ -82,6 +82,7 @@ class PolicyArgs:
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
     trust_remote_code: bool = False  # run code that comes with a hub model
+    shard: bool = False  # let each of several processes hold a part of the base, in place of the whole (FSDP)
     gradient_checkpointing: bool = False  # keep less of the forward pass, and compute it again for the backward pass
     torch_compiler: Literal["default", "reduce-overhead", "max-autotune"] | None = None  # torch.compile's mode
     calc_position_embeddings: bool = True  # positions from a row's first token; off: from its padding (rotary only)
@@ -173,6 +174,8 @@ def resolve_args(args, task=None, model=None, env=None):
         raise UserError("--model-config has no effect on a model that is loaded")
     else:
         config = model.config
+    if args.shard and ("quantization_config" in args.model_config or hasattr(config, "quantization_config")):
+        raise UserError("--shard takes a base that is not quantized: parts of quantized weights are no weights")
     room = getattr(config.get_text_config(), "max_position_embeddings", None) or args.max_model_len or NO_LIMIT
     own_batch_size = math.ceil(args.batch_size / distributed.world_size())
     args = replace(
@@ -195,6 +198,10 @@ def resolve_args(args, task=None, model=None, env=None):
 def check_args(args):
     """Raise UserError for flags that do not go together, before anything is loaded or written."""
     processes = distributed.world_size()
+    if args.shard and processes == 1:
+        raise UserError("--shard takes several processes, and this is one: start them with torchrun, or add --no-shard")
+    if args.shard and args.torch_compiler:
+        raise UserError("--torch-compiler does not go with --shard, which gathers the layers between its passes")
     if args.rollout_buffer_size % processes:
         takes = f"a multiple of {processes} processes"
         raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
@@ -348,7 +355,7 @@ class Agent:
         critic_group = {"params": critic_parameters, "lr": args.lr_critic}
         self.optimizers = [torch.optim.AdamW([actor_group, critic_group], weight_decay=0.0)]
         self.schedules = [build_schedule(self.optimizers[0], updates, stages.updates_before(args), args)]
-        self.faults = Faults("--micro-batch-size-per-gpu", "--lr-actor")
+        self.faults = Faults("--micro-batch-size-per-gpu", "--lr-actor", halves=not args.shard)
 
 
 def build_schedule(optimizer, updates, updates_before, args):
@@ -414,6 +421,8 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
     agents = [Agent(i, model, tokenizer, updates, args) for i in range(args.num_agents)]
     if args.load_checkpoint:
         stages.load_stage(agents, args)
+    if args.shard:
+        adapters.shard_base(model)
     if args.gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if args.torch_compiler:
@@ -678,9 +687,10 @@ def play(agents, task, items, args, generator, phase):
     `task` is a task, or a function that makes an environment; `phase` is called with the name of what takes the time.
     With no generator the likeliest tokens are taken. Raises TaskError where task or environment fail.
     """
-    if args.task:
-        return play_task(agents, task, items, args, generator, phase)
-    return [play_environment(agents[0], task, items, args, generator, phase)]
+    with sharding.whole_models([agents[0].model]):
+        if args.task:
+            return play_task(agents, task, items, args, generator, phase)
+        return [play_environment(agents[0], task, items, args, generator, phase)]
 
 
 def play_environment(agent, make_environment, items, args, generator, phase):
@@ -813,11 +823,24 @@ def masked_mean(x, mask):
     return (x * mask).sum() / distributed.mean(mask.sum())
 
 
+def row_parts(rollout, args):
+    """The rows of a rollout, as many at a time as a forward pass reads.
+
+    With --shard all processes make as many passes: one that has fewer parts takes its first row again.
+    """
+    rows = torch.arange(len(rollout.rewards), device=rollout.rewards.device)
+    parts = list(rows.split(args.micro_batch_size_per_gpu))
+    if args.shard:
+        most = max(distributed.gather_objects(len(parts)))
+        parts += [rows[:1]] * (most - len(parts))
+    return parts
+
+
 @torch.no_grad()
 def compute_logprobs(agent, adapter, rollout, args):
     """log pi(a|h) [B, R, L] of an adapter (None: the base), a part of the rollout at a time."""
     logprobs = torch.zeros_like(rollout.logprobs)
-    for rows in torch.arange(len(logprobs), device=logprobs.device).split(args.micro_batch_size_per_gpu):
+    for rows in row_parts(rollout, args):
         part = rollout.select(rows)
         L = part.response_ids.shape[-1]
         logprobs[rows, :, :L] = take_logprobs(forward_adapter(agent, adapter, part, args), part)
@@ -828,7 +851,7 @@ def compute_logprobs(agent, adapter, rollout, args):
 def compute_values(agent, rollout, args):
     """V before each of a transcript's L tokens, then V after the last: [B, R, L + 1]."""
     values = pad(torch.zeros_like(rollout.logprobs), (0, 1))
-    for rows in torch.arange(len(values), device=values.device).split(args.micro_batch_size_per_gpu):
+    for rows in row_parts(rollout, args):
         part = rollout.select(rows)
         L = part.response_ids.shape[-1]
         values[rows, :, : L + 1] = critic_values(agent, part, args)
@@ -947,6 +970,7 @@ class Batch:
     part_size: int  # episodes in a forward pass
     num_tokens: torch.Tensor | None = None  # sampled tokens of the whole mini-batch, on average over the processes
     num_actions: torch.Tensor | None = None  # actions of the whole mini-batch, on average over the processes
+    num_passes: int = 1  # forward passes, at least: with --shard all processes make as many
 
     def select(self, rows):
         """The episodes of these rows, trimmed as Rollout.select does: turns have nothing to trim."""
@@ -975,8 +999,11 @@ class Batch:
     def split(self, num_parts):
         """Parts whose losses add up to the batch's own: micro-batches, `num_parts` times as many as planned."""
         part_size = math.ceil(min(self.part_size, len(self.action_mask)) / num_parts)
-        for rows in torch.arange(len(self.action_mask), device=self.action_mask.device).split(part_size):
+        parts = torch.arange(len(self.action_mask), device=self.action_mask.device).split(part_size)
+        for rows in parts:
             yield self.select(rows)
+        for _ in range(self.num_passes - len(parts)):
+            yield self.blank()
 
 
 def minibatches(batch, args, generator):
@@ -992,6 +1019,8 @@ def minibatches(batch, args, generator):
         minibatch = batch.select(rows) if len(rows) else batch.blank()
         minibatch.num_tokens = distributed.mean(minibatch.rollout.mask.sum())
         minibatch.num_actions = distributed.mean(minibatch.action_mask.sum())
+        if args.shard:
+            minibatch.num_passes = math.ceil(min(size, most - start) / batch.part_size)
         yield minibatch
 
 
@@ -1143,6 +1172,7 @@ def build_run(args, folder, agents, generator, updates, updates_per_epoch, optim
         agents=agents,
         save=save,
         load=adapters.load_agents,
+        save_together=args.shard,
         generator=generator,
         updates=updates,
         samples_per_update=args.rollout_buffer_size,
@@ -1174,7 +1204,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     else:
         data = load_env_data(args, env, train_dataset, eval_dataset)
     task, optimum, train_items, held_out_items = data
-    may_change = ("gradient_checkpointing", "micro_batch_size_per_gpu", "save_optimizer", "save_base")
+    may_change = ("gradient_checkpointing", "micro_batch_size_per_gpu", "save_optimizer", "save_base", "shard")
     folder = run_folder(args, __file__, args.task or args.env, may_change)
     updates = count_updates(len(train_items), args)
     updates_per_epoch = len(train_items) / args.rollout_buffer_size
