@@ -175,7 +175,7 @@ def resolve_args(args, task=None, model=None, env=None):
     else:
         config = model.config
     if args.shard and ("quantization_config" in args.model_config or hasattr(config, "quantization_config")):
-        raise UserError("--shard takes a base that is not quantized: parts of quantized weights are no weights")
+        raise UserError("--shard takes a base that is not quantized")
     room = getattr(config.get_text_config(), "max_position_embeddings", None) or args.max_model_len or NO_LIMIT
     own_batch_size = math.ceil(args.batch_size / distributed.world_size())
     args = replace(
@@ -201,7 +201,7 @@ def check_args(args):
     if args.shard and processes == 1:
         raise UserError("--shard takes several processes, and this is one: start them with torchrun, or add --no-shard")
     if args.shard and args.torch_compiler:
-        raise UserError("--torch-compiler does not go with --shard, which gathers the layers between its passes")
+        raise UserError("--shard takes a base that is not compiled: leave out --torch-compiler")
     if args.rollout_buffer_size % processes:
         takes = f"a multiple of {processes} processes"
         raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
