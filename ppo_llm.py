@@ -44,9 +44,9 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from utils import adapters, distributed, engine, stages, tasks
+from utils import adapters, distributed, engine, sharding, stages, tasks
 from utils.causal_lm import check_padding
-from utils.cli import Settings, UserError, check_needs, command_line, flags
+from utils.cli import Settings, UserError, check_needs, command_line, flag_name, flags
 from utils.envs import EnvArgs, Games, load_env
 from utils.faults import Faults
 from utils.lora import LoraArgs, check_lora_args
@@ -82,6 +82,7 @@ class PolicyArgs:
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
     trust_remote_code: bool = False  # run code that comes with a hub model
+    shard: bool = False  # let each of several processes hold a part of the base, in place of the whole (FSDP)
     gradient_checkpointing: bool = False  # keep less of the forward pass, and compute it again for the backward pass
     torch_compiler: Literal["default", "reduce-overhead", "max-autotune"] | None = None  # torch.compile's mode
     calc_position_embeddings: bool = True  # positions from a row's first token; off: from its padding (rotary only)
@@ -175,6 +176,10 @@ def resolve_args(args, task=None, model=None, env=None):
         raise UserError("--model-config has no effect on a model that is loaded")
     else:
         config = model.config
+    if "quantization_config" in args.model_config or hasattr(config, "quantization_config"):
+        for flag in ("shard", "use_vllm"):
+            if getattr(args, flag):
+                raise UserError(f"{flag_name(flag)} takes a base that is not quantized")
     room = engine.room(config, args) or args.max_model_len or NO_LIMIT
     own_batch_size = math.ceil(args.batch_size / distributed.world_size())
     args = replace(
@@ -197,6 +202,10 @@ def resolve_args(args, task=None, model=None, env=None):
 def check_args(args):
     """Raise UserError for flags that do not go together, before anything is loaded or written."""
     processes = distributed.world_size()
+    if args.shard and processes == 1:
+        raise UserError("--shard takes several processes, and this is one: start them with torchrun, or add --no-shard")
+    if args.shard and args.torch_compiler:
+        raise UserError("--shard takes a base that is not compiled: leave out --torch-compiler")
     if args.rollout_buffer_size % processes:
         takes = f"a multiple of {processes} processes"
         raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
@@ -234,8 +243,6 @@ def check_args(args):
         raise UserError("--hf-generate-chunk-size has no effect with --use-vllm: --vllm-config has max_num_seqs")
     if args.use_vllm and not args.calc_position_embeddings:
         raise UserError("--no-calc-position-embeddings has no effect with --use-vllm, which has no padding")
-    if args.use_vllm and "quantization_config" in args.model_config:
-        raise UserError("--use-vllm takes no quantized base")
     if args.load_checkpoint is not None:
         stages.check_checkpoint(args)
 
@@ -245,9 +252,7 @@ def check_order(args, lower, upper):
     least = getattr(args, lower)
     most = getattr(args, upper)
     if least and most and least > most:
-        lower_flag = "--" + lower.replace("_", "-")
-        upper_flag = "--" + upper.replace("_", "-")
-        raise UserError(f"{lower_flag} takes at most {upper_flag}, {most}, got {least}")
+        raise UserError(f"{flag_name(lower)} takes at most {flag_name(upper)}, {most}, got {least}")
 
 
 # --- The environment: a game in several turns -------------------------------------------------------------------------
@@ -359,7 +364,7 @@ class Agent:
         critic_group = {"params": critic_parameters, "lr": args.lr_critic}
         self.optimizers = [torch.optim.AdamW([actor_group, critic_group], weight_decay=0.0)]
         self.schedules = [build_schedule(self.optimizers[0], updates, stages.updates_before(args), args)]
-        self.faults = Faults("--micro-batch-size-per-gpu", "--lr-actor")
+        self.faults = Faults("--micro-batch-size-per-gpu", "--lr-actor", halves=not args.shard)
 
 
 def build_schedule(optimizer, updates, updates_before, args):
@@ -425,6 +430,8 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
     agents = [Agent(i, model, tokenizer, updates, args) for i in range(args.num_agents)]
     if args.load_checkpoint:
         stages.load_stage(agents, args)
+    if args.shard:
+        adapters.shard_base(model)
     if args.gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if args.torch_compiler:
@@ -441,7 +448,8 @@ def attach_engine(agents, config, args):
             raise UserError(f"--use-vllm takes no adapters with {name}, which vLLM does not have")
     longest = args.max_model_len if args.max_model_len < NO_LIMIT else None
     base = agents[0].model.get_base_model()
-    shared = engine.build_engine(base, args, longest, config.r, len(agents))
+    with sharding.whole_models([base]):
+        shared = engine.build_engine(base, args, longest, config.r, len(agents))
     for agent in agents:
         agent.engine = shared
 
@@ -762,9 +770,10 @@ def play(agents, task, items, args, generator, phase):
     if args.use_vllm:
         for agent in agents:
             hand_over(agent, args)
-    if args.task:
-        return play_task(agents, task, items, args, generator, phase)
-    return [play_environment(agents[0], task, items, args, generator, phase)]
+    with sharding.whole_models([agents[0].model]):
+        if args.task:
+            return play_task(agents, task, items, args, generator, phase)
+        return [play_environment(agents[0], task, items, args, generator, phase)]
 
 
 def play_environment(agent, make_environment, items, args, generator, phase):
@@ -899,11 +908,24 @@ def masked_mean(x, mask):
     return (x * mask).sum() / distributed.mean(mask.sum())
 
 
+def row_parts(rollout, args):
+    """The rows of a rollout, as many at a time as a forward pass reads.
+
+    With --shard all processes make as many passes: one that has fewer parts takes its first row again.
+    """
+    rows = torch.arange(len(rollout.rewards), device=rollout.rewards.device)
+    parts = list(rows.split(args.micro_batch_size_per_gpu))
+    if args.shard:
+        most = max(distributed.gather_objects(len(parts)))
+        parts += [rows[:1]] * (most - len(parts))
+    return parts
+
+
 @torch.no_grad()
 def compute_logprobs(agent, adapter, rollout, args):
     """log pi(a|h) [B, R, L] of an adapter (None: the base), a part of the rollout at a time."""
     logprobs = torch.zeros_like(rollout.logprobs)
-    for rows in torch.arange(len(logprobs), device=logprobs.device).split(args.micro_batch_size_per_gpu):
+    for rows in row_parts(rollout, args):
         part = rollout.select(rows)
         L = part.response_ids.shape[-1]
         logprobs[rows, :, :L] = take_logprobs(forward_adapter(agent, adapter, part, args), part)
@@ -914,7 +936,7 @@ def compute_logprobs(agent, adapter, rollout, args):
 def compute_values(agent, rollout, args):
     """V before each of a transcript's L tokens, then V after the last: [B, R, L + 1]."""
     values = pad(torch.zeros_like(rollout.logprobs), (0, 1))
-    for rows in torch.arange(len(values), device=values.device).split(args.micro_batch_size_per_gpu):
+    for rows in row_parts(rollout, args):
         part = rollout.select(rows)
         L = part.response_ids.shape[-1]
         values[rows, :, : L + 1] = critic_values(agent, part, args)
@@ -1038,6 +1060,7 @@ class Batch:
     part_size: int  # episodes in a forward pass
     num_tokens: torch.Tensor | None = None  # sampled tokens of the whole mini-batch, on average over the processes
     num_actions: torch.Tensor | None = None  # actions of the whole mini-batch, on average over the processes
+    num_passes: int = 1  # forward passes, at least: with --shard all processes make as many
 
     def select(self, rows):
         """The episodes of these rows, trimmed as Rollout.select does: turns have nothing to trim."""
@@ -1066,8 +1089,11 @@ class Batch:
     def split(self, num_parts):
         """Parts whose losses add up to the batch's own: micro-batches, `num_parts` times as many as planned."""
         part_size = math.ceil(min(self.part_size, len(self.action_mask)) / num_parts)
-        for rows in torch.arange(len(self.action_mask), device=self.action_mask.device).split(part_size):
+        parts = torch.arange(len(self.action_mask), device=self.action_mask.device).split(part_size)
+        for rows in parts:
             yield self.select(rows)
+        for _ in range(self.num_passes - len(parts)):
+            yield self.blank()
 
 
 def minibatches(batch, args, generator):
@@ -1083,6 +1109,8 @@ def minibatches(batch, args, generator):
         minibatch = batch.select(rows) if len(rows) else batch.blank()
         minibatch.num_tokens = distributed.mean(minibatch.rollout.mask.sum())
         minibatch.num_actions = distributed.mean(minibatch.action_mask.sum())
+        if args.shard:
+            minibatch.num_passes = math.ceil(min(size, most - start) / batch.part_size)
         yield minibatch
 
 
@@ -1250,6 +1278,7 @@ def build_run(args, folder, agents, generator, updates, updates_per_epoch, optim
         agents=agents,
         save=save,
         load=adapters.load_agents,
+        save_together=args.shard,
         generator=generator,
         updates=updates,
         samples_per_update=args.rollout_buffer_size,
@@ -1281,7 +1310,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     else:
         data = load_env_data(args, env, train_dataset, eval_dataset)
     task, optimum, train_items, held_out_items = data
-    may_change = ("gradient_checkpointing", "micro_batch_size_per_gpu", "save_optimizer", "save_base")
+    may_change = ("gradient_checkpointing", "micro_batch_size_per_gpu", "save_optimizer", "save_base", "shard")
     folder = run_folder(args, __file__, args.task or args.env, may_change)
     updates = count_updates(len(train_items), args)
     updates_per_epoch = len(train_items) / args.rollout_buffer_size

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file
 
 import iac_llm
 import ippo_llm
@@ -237,6 +238,26 @@ def assert_same(one, other):
 def saved_steps(folder):
     """The updates that a run has checkpoints of."""
     return [int(path.name.removeprefix("update_")) for path in checkpoint.checkpoints(folder / "checkpoints")]
+
+
+def cut(run, folder):
+    """A copy of a run without its last checkpoint."""
+    shutil.copytree(run, folder)
+    shutil.rmtree(checkpoint.checkpoints(folder / "checkpoints")[-1])
+    return folder
+
+
+def largest_difference(one, other):
+    """Of what two folders have in safetensors files of the same names."""
+    names = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
+    assert names == sorted(path.relative_to(other) for path in other.rglob("*.safetensors"))
+    largest = 0.0
+    for name in names:
+        ours = load_file(one / name)
+        theirs = load_file(other / name)
+        assert ours.keys() == theirs.keys()
+        largest = max(largest, *(float((ours[key] - theirs[key]).abs().max()) for key in ours))
+    return largest
 
 
 def contents(path):

@@ -119,6 +119,7 @@ def test_every_number_has_bounds_but_a_threshold():
 LAYERS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 FLAGS = {
     "--env guess --task number": "--env guess and --task number are two things to train on; give one",
+    "--shard": "--shard takes several processes, and this is one: start them with torchrun, or add --no-shard",
     "--num-agents 2": "--num-agents 2 takes a --task; an environment has one player",
     "--dataset items.jsonl": "--dataset has no effect without --task",
     "--early-termination-threshold 0.5": "--early-termination-threshold has no effect without --task",
@@ -170,6 +171,18 @@ def test_flags_that_are_wrong_or_do_not_go_together_are_refused(command, flags):
 def test_a_size_that_does_not_divide_among_processes_is_refused(command, monkeypatch, flag):
     monkeypatch.setattr(ppo_llm.distributed, "world_size", lambda: 2)
     assert_refused(command, f"{flag} takes a multiple of 2 processes, got 7", *SMALL, flag, "7")
+
+
+UNSHARDED = {  # flags: what of the base --shard does not take
+    ("--torch-compiler", "default"): "compiled: leave out --torch-compiler",
+    ("--model-config", 'quantization_config={"load_in_4bit": true}'): "quantized",
+}
+
+
+@pytest.mark.parametrize("flags", UNSHARDED)
+def test_a_base_that_can_not_be_shared_out_is_refused(command, monkeypatch, flags):
+    monkeypatch.setattr(ppo_llm.distributed, "world_size", lambda: 2)
+    assert_refused(command, f"--shard takes a base that is not {UNSHARDED[flags]}", "--shard", *flags)
 
 
 def test_the_command_ends_with_one_line_and_exit_code_2():

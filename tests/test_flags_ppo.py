@@ -321,6 +321,7 @@ ELSEWHERE = {  # and the test here that changes them
     "overwrite": "test_an_earlier_run_is_replaced_with_the_flag",
     "merge_lora_configs": "test_another_lora_configuration_is_merged_with_the_flag",
     "trust_remote_code": "test_code_of_a_model_is_run_only_with_the_flag",
+    "shard": "test_one_process_has_nobody_to_share_the_base_with",
     "track": "test_weights_and_biases_gets_what_the_flags_say",
     "wandb_project_name": "test_weights_and_biases_gets_what_the_flags_say",
     "wandb_entity": "test_weights_and_biases_gets_what_the_flags_say",
@@ -492,6 +493,11 @@ def test_code_of_a_model_is_run_only_with_the_flag(tmp_path, monkeypatch, trust)
         monkeypatch.setattr(auto_class, "from_pretrained", from_pretrained)
     train(tmp_path / "run", trust_remote_code=trust, train_size=8)
     assert trusted == {(name, trust) for name in names}
+
+
+def test_one_process_has_nobody_to_share_the_base_with(tmp_path):
+    with pytest.raises(UserError, match="--shard takes several processes, and this is one"):
+        train(tmp_path / "run", shard=True)
 
 
 class Wandb:

@@ -1,12 +1,10 @@
 """ppo_llm.py on two processes learns as on one; games that fail in one of them hold up neither."""
 
-import shutil
-
 import peft
 import pytest
 import torch
 from helpers import make_episodes, make_ppo_agents, make_ppo_args, make_ppo_batch, make_ppo_rollout, read_metrics
-from processes import assert_same, finish, finish_two, start_two
+from processes import alone, assert_same, cut, finish, finish_two, largest_difference, start_two
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -69,14 +67,45 @@ def run_out_of_memory_once():
 # --- As one process ---------------------------------------------------------------------------------------------------
 
 
+GREEDY = f"{FLAGS} --batch-size 8 --top-k 1 --save-interval 4 --save-base".split()
+
+
 @pytest.fixture(scope="module")
-def pair(env, small_model, tmp_path_factory):
-    """A run of one process, and one of two, of which one runs out of memory; both take the likeliest tokens."""
-    folder = tmp_path_factory.mktemp("pair")
-    flags = [*FLAGS.split(), "--batch-size", 8, "--top-k", 1, "--model", small_model, "--env", env, "--output-dir"]
-    finish("ppo_llm", *flags, folder / "one")
-    finish_two("ppo_llm", *flags, folder / "two", before=(None, run_out_of_memory_once))
-    return folder / "one", folder / "two"
+def one(env, small_model, shared_folder):
+    """The folder of a run of one process, which takes the likeliest tokens, as all of the next do."""
+    folder = shared_folder / "ppo one"
+    with alone(shared_folder / "ppo one.lock"):
+        if not (folder / "base").exists():
+            finish("ppo_llm", *GREEDY, "--model", small_model, "--env", env, "--output-dir", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(env, small_model, shared_folder):
+    """That of two processes, of which one runs out of memory."""
+    folder = shared_folder / "ppo two"
+    with alone(shared_folder / "ppo two.lock"):
+        if not (folder / "base").exists():
+            flags = [*GREEDY, "--model", small_model, "--env", env, "--output-dir", folder]
+            finish_two("ppo_llm", *flags, before=(None, run_out_of_memory_once))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(env, small_model, shared_folder):
+    """That of two processes that share the base, in forward passes that one alone would not all make."""
+    folder = shared_folder / "ppo sharded"
+    with alone(shared_folder / "ppo sharded.lock"):
+        if not (folder / "base").exists():
+            flags = [*GREEDY, "--model", small_model, "--env", env, "--output-dir", folder]
+            finish_two("ppo_llm", *flags, "--shard", "--micro-batch-size-per-gpu", 3)
+    return folder
+
+
+@pytest.fixture(params=["two", "sharded"])
+def pair(request, one):
+    """The folders of a run of one process and of one of two."""
+    return one, request.getfixturevalue(request.param)
 
 
 @pytest.mark.parametrize("file", ["actor/adapter_model", "critic/adapter_model", "value_head"])
@@ -106,19 +135,74 @@ def test_what_two_processes_save_opens_in_peft(pair, small_model):
     assert (model(ids).logits - plain).abs().max() > 1e-3
 
 
+# --- Processes that share the base ------------------------------------------------------------------------------------
+
+
+def test_the_folders_of_two_that_share_the_base_are_those_of_one(one, sharded):
+    for folder in ("agent_0", "base"):
+        names = [path.relative_to(one) for path in (one / folder).rglob("*") if path.is_file()]
+        assert len(names) > 3
+        for name in names:
+            if folder == "agent_0" and name.suffix == ".safetensors":
+                assert (sharded / name).stat().st_size == (one / name).stat().st_size
+            else:
+                assert (sharded / name).read_bytes() == (one / name).read_bytes()
+
+
+def test_one_process_goes_on_with_a_run_of_two_that_share_the_base(sharded, tmp_path):
+    run = cut(sharded, tmp_path / "run")
+    finish("ppo_llm", "--resume", run, "--no-shard")
+    assert len(read_metrics(run)) == 8
+    assert largest_difference(run / "checkpoints", sharded / "checkpoints") < 1e-4
+
+
+@pytest.mark.slow
+def test_two_that_share_the_base_go_on_with_a_run_of_one(one, tmp_path):
+    run = cut(one, tmp_path / "run")
+    finish_two("ppo_llm", "--resume", run, "--shard")
+    assert len(read_metrics(run)) == 8
+    assert largest_difference(run / "checkpoints", one / "checkpoints") < 1e-4
+
+
+TASK = """
+import datasets
+def posts(size, seed): return datasets.Dataset.from_list([{"number": k} for k in range(size)])
+train_dataset = eval_dataset = posts
+def formatters(item): return "Write about " + str(item["number"]) * (item["number"] + 1)
+def reward_func(*texts, items):
+    return [float(len(first) + len(second) + item["number"]) for first, second, item in zip(*texts, items)]
+"""
+
+
+def test_two_that_share_the_base_learn_a_task_as_one(small_model, tmp_path):
+    """With layers that are computed twice, held-out items for one of the two alone, and references that follow."""
+    (tmp_path / "lengths.py").write_text(TASK)
+    flags = "--num-agents 2 --rollout-buffer-size 4 --train-size 16 --num-train-epochs 2 --max-output-tokens 3"
+    flags += " --top-k 1 --batch-size 4 --reference-update-interval 1 --eval-size 1 --evaluation-interval 4"
+    flags = [*flags.split(), "--model", small_model, "--task", tmp_path / "lengths.py", "--output-dir"]
+    finish("ppo_llm", *flags, tmp_path / "one")
+    finish_two("ppo_llm", *flags, tmp_path / "two", "--shard", "--gradient-checkpointing")
+    for i in range(2):
+        assert largest_difference(tmp_path / f"one/agent_{i}", tmp_path / f"two/agent_{i}") < 1e-4
+        moments = load_file(tmp_path / f"one/agent_{i}/optimizer.safetensors")
+        assert max(x.abs().max() for name, x in moments.items() if "exp_avg" in name) > 1e-3
+    one, two = (read_metrics(tmp_path / name)[3]["fitness"] for name in ("one", "two"))
+    assert float(one) == float(two) > 0
+
+
 # --- Shares that differ -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shard", ["--no-shard", "--shard"])
 @pytest.mark.parametrize("on", ["games", "a task"])
-def test_two_processes_with_several_mini_batches_go_on_to_the_same_bits(env, small_model, tmp_path, on):
-    run = tmp_path / "run"
+def test_two_processes_with_several_mini_batches_go_on_to_the_same_bits(env, small_model, tmp_path, on, shard):
     flags = [*SIZES.split(), "--batch-size", 4, "--eval-loop", 1, "--max-steps", 32, "--lora-dropout", 0.1]
     flags += ["--env", env] if on == "games" else ["--task", "number", "--num-agents", 2]
-    finish_two("ppo_llm", *flags, "--model", small_model, "--output-dir", run, "--save-interval", 2)
-    shutil.copytree(run, tmp_path / "whole")
-    shutil.rmtree(run / "checkpoints/update_000004")
+    whole = tmp_path / "whole"
+    finish_two("ppo_llm", *flags, shard, "--model", small_model, "--output-dir", whole, "--save-interval", 2)
+    run = cut(whole, tmp_path / "run")
     finish_two("ppo_llm", "--resume", run)
-    assert_same(run, tmp_path / "whole")
+    assert_same(run, whole)
     assert [int(row["global_step"]) for row in read_metrics(run)] == [8, 16, 24, 32]
 
 

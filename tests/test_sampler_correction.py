@@ -162,7 +162,7 @@ def test_flags_without_vllm_are_one_line(script, flags, message, tmp_path, monke
         (iac_llm, {"per_device_train_batch_size": 4}, "^--per-device-train-batch-size has no effect with --use-vllm"),
         (ppo_llm, {"hf_generate_chunk_size": 4}, "^--hf-generate-chunk-size has no effect with --use-vllm"),
         (ppo_llm, {"calc_position_embeddings": False}, "^--no-calc-position-embeddings has no effect with --use-vllm"),
-        (ppo_llm, {"model_config": {"quantization_config": {}}}, "^--use-vllm takes no quantized base$"),
+        (ppo_llm, {"model_config": {"quantization_config": {}}}, "^--use-vllm takes a base that is not quantized$"),
     ],
 )
 def test_flags_that_vllm_makes_void_are_one_line(script, flags, message, tmp_path, monkeypatch):

@@ -3,23 +3,23 @@
 import copy
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from helpers import build_model, read_metrics, tiny_base
-from processes import alone, assert_same, finish, finish_two, saved_steps, start_two
-from safetensors.torch import load_file
+from processes import alone, assert_same, cut, finish, finish_two, largest_difference, saved_steps, start_two
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import iac_llm
 import ippo_llm
-from utils import distributed, sharding
+from utils import adapters, distributed, sharding
 from utils.cli import UserError
 from utils.faults import Faults
 from utils.models import locate
@@ -81,7 +81,34 @@ def work():
     found["tied"] = whole["lm_head.weight"] is whole["model.embed_tokens.weight"]
     shares = [torch.equal(sharding.share(y, x).to_local(), x.to_local()) for x, y in pairs[:-2]]
     found["shares"] = all(shares) and sharding.share(right_head.bias, head.bias) is right_head.bias
+    found |= work_on_adapters()
     distributed.say(json.dumps(distributed.gather_objects(found)))
+
+
+def work_on_adapters():
+    """What each finds of a base under adapters, of which it learns from hidden states."""
+    rank = distributed.rank()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = adapters.add_adapters(tiny_base(tie_word_embeddings=True), config, ["agent_0_critic"])
+    right = copy.deepcopy(model)
+    base = model.get_base_model()
+    num_weights = sum(x.numel() for name, x in base.named_parameters() if "lora" not in name)
+    adapters.shard_base(model)
+    hidden_states = adapters.hidden_states(model, "agent_0_critic", input_ids=IDS[rank : rank + 1])
+    right_states = adapters.hidden_states(right, "agent_0_critic", input_ids=IDS)
+    hidden_states.square().sum().backward()
+    (right_states.square().sum() / 2).backward()
+    own = adapters.parameters(model, "agent_0_critic")
+    distributed.average_gradients(own)
+    pairs = zip(own, adapters.parameters(right, "agent_0_critic"), strict=True)
+    held = sum(x.to_local().numel() for name, x in base.named_parameters() if "lora" not in name)
+    return {
+        "share of the base": held / num_weights,
+        "whole adapters": not any(isinstance(x, DTensor) for x in own),
+        "hidden states": (hidden_states - right_states[rank]).abs().max().item(),
+        "adapters' errors": [(x.grad - y.grad).abs().max().item() for x, y in pairs],
+        "a gradient": own[0].grad.abs().max().item(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -121,20 +148,20 @@ def test_a_share_is_the_process_s_part_of_a_whole_tensor(found):
         assert each["shares"]
 
 
+def test_a_base_is_sharded_and_its_adapters_are_whole(found):
+    for each in found:
+        assert each["share of the base"] == 0.5
+        assert each["whole adapters"]
+
+
+def test_adapters_learn_from_the_hidden_states_of_a_sharded_base(found):
+    for each in found:
+        assert each["hidden states"] < 1e-6
+        assert len(each["adapters' errors"]) == 4 and max(each["adapters' errors"]) < 1e-6
+        assert each["a gradient"] > 1e-3
+
+
 # --- Runs -------------------------------------------------------------------------------------------------------------
-
-
-def largest_difference(one, other):
-    """Of what two folders have in safetensors files of the same names."""
-    names = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
-    assert names == sorted(path.relative_to(other) for path in other.rglob("*.safetensors"))
-    largest = 0.0
-    for name in names:
-        ours = load_file(one / name)
-        theirs = load_file(other / name)
-        assert ours.keys() == theirs.keys()
-        largest = max(largest, *(float((ours[key] - theirs[key]).abs().max()) for key in ours))
-    return largest
 
 
 @pytest.fixture(scope="module")
@@ -209,13 +236,6 @@ def test_transformers_opens_the_folders(sharded):
     assert not messages["missing_keys"] and type(actor).__name__ == "LlamaForCausalLM"
     critic, messages = AutoModel.from_pretrained(sharded / "agent_0/critic", output_loading_info=True)
     assert not messages["missing_keys"] and type(critic).__name__ == "LlamaModel"
-
-
-def cut(run, folder):
-    """A copy of a run without the last of its two checkpoints."""
-    shutil.copytree(run, folder)
-    shutil.rmtree(folder / "checkpoints/update_000008")
-    return folder
 
 
 def test_two_sharded_processes_go_on_to_the_same_bits(sharded, tmp_path):

@@ -70,11 +70,21 @@ def test_two_processes_go_on_to_the_same_bits(tmp_path, flags):
 # --- One of them is killed --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case, victim", [("ippo head 1 number", 1), ("iac head 1 number", 0), ("ppo guess", 1)])
-def test_where_a_process_is_killed_the_other_ends_with_a_line_and_the_run_goes_on(small_model, tmp_path, case, victim):
+KILLED = [  # a command, the rank of the process that is killed, a flag more
+    ("ippo head 1 number", 1, "--no-shard"),
+    ("iac head 1 number", 0, "--no-shard"),
+    ("ppo guess", 1, "--no-shard"),
+    ("ppo guess", 1, "--shard"),
+]
+
+
+@pytest.mark.parametrize("case, victim, shard", KILLED)
+def test_where_a_process_is_killed_the_other_ends_with_a_line_and_the_run_goes_on(
+    small_model, tmp_path, case, victim, shard
+):
     run = tmp_path / "run"
     script, flags = command(case, small_model)
-    processes = start_two(script, *flags, "--output-dir", run, "--save-interval", 1)
+    processes = start_two(script, *flags, shard, "--output-dir", run, "--save-interval", 1)
     other = processes[1 - victim]
     other.wait_until(lambda: saved_steps(run))
     processes[victim].signal(signal.SIGKILL)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from utils import causal_lm
+from utils import causal_lm, sharding
 from utils.checkpoint import (
     BASE,
     HEAD,
@@ -39,6 +39,7 @@ from utils.checkpoint import (
     save_tensors,
 )
 from utils.cli import UserError, one_line
+from utils.distributed import is_main
 from utils.lora import rank_of, read_config, scaling_of, targeted
 
 WEIGHTS = "adapter_model.safetensors"
@@ -102,8 +103,15 @@ def forward(model, name, **inputs):
 
 def hidden_states(model, name, **inputs):
     """The base's last hidden states, [R, keep, D], under the adapter of that name."""
+    base = model.get_base_model()
     with active(model, name):
-        return causal_lm.forward(model.get_base_model().base_model, **inputs).hidden_states
+        return sharding.call_inside(base, lambda: causal_lm.forward(base.base_model, **inputs).hidden_states)
+
+
+def shard_base(model):
+    """Let each process keep its part of the base, in place. The adapters stay whole: they are small."""
+    whole = [parameter for name, parameter in model.named_parameters() if is_of_adapter(name)]
+    sharding.shard_model(model.get_base_model(), whole)
 
 
 def set_training(model, training):
@@ -125,26 +133,32 @@ def save_agents(folder, agents, checkpoint=False, with_optimizer=True, with_base
     """Write a folder agent_<i> for each agent: adapters, value head, tokenizer, the base's name, the optimiser's state.
 
     A folder is whole or not there: it is written aside, then renamed. A checkpoint always has the optimiser's state,
-    and never the base, which goes to the folder `base`.
+    and never the base, which goes to the folder `base`. Where the base is sharded, all processes call it, to send their
+    parts; the main one writes.
     """
     model = agents[0].model
     base = {"base": str(agents[0].base_name), "fingerprint": fingerprint(model)}
-    for i, agent in enumerate(agents):
-        final = Path(folder) / f"agent_{i}"
-        aside = final.with_name(final.name + ".writing")
-        shutil.rmtree(aside, ignore_errors=True)
-        for role in ROLES:
-            if f"agent_{i}_{role}" in model.peft_config:
-                save_adapter(aside / role, model, f"agent_{i}_{role}", agent.base_name)
-        save_tensors(agent.value_head.state_dict(), aside / HEAD)
-        agent.tokenizer.save_pretrained(aside)
-        (aside / BASE).write_text(json.dumps(base, indent=2))
-        if checkpoint or with_optimizer:
-            save_optimizer(aside, agent.optimizers[0], updates=agent.schedules[0].last_epoch)
-        remove(final)
-        os.replace(aside, final)
+    if is_main():
+        for i, agent in enumerate(agents):
+            save_agent(Path(folder) / f"agent_{i}", i, agent, base, checkpoint or with_optimizer)
     if with_base and not checkpoint:
         save_base(Path(folder) / "base", model, agents[0].tokenizer)
+
+
+def save_agent(final, i, agent, base, with_optimizer):
+    """Write the folder of agent i aside, then rename it; `base` is what tells its base from others."""
+    aside = final.with_name(final.name + ".writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    for role in ROLES:
+        if f"agent_{i}_{role}" in agent.model.peft_config:
+            save_adapter(aside / role, agent.model, f"agent_{i}_{role}", agent.base_name)
+    save_tensors(agent.value_head.state_dict(), aside / HEAD)
+    agent.tokenizer.save_pretrained(aside)
+    (aside / BASE).write_text(json.dumps(base, indent=2))
+    if with_optimizer:
+        save_optimizer(aside, agent.optimizers[0], updates=agent.schedules[0].last_epoch)
+    remove(final)
+    os.replace(aside, final)
 
 
 def save_adapter(folder, model, name, base_name):
@@ -159,10 +173,13 @@ def save_adapter(folder, model, name, base_name):
 
 def save_base(final, model, tokenizer):
     """Write the base without its adapters as a plain Hugging Face folder, aside, then rename it."""
+    base = model.get_base_model()
+    state = sharding.whole_tensors(base.state_dict(keep_vars=True))
+    if not is_main():
+        return
     aside = final.with_name(final.name + ".writing")
     shutil.rmtree(aside, ignore_errors=True)
-    base = model.get_base_model()
-    weights = {plain(name): x for name, x in base.state_dict().items() if not is_of_adapter(name)}
+    weights = {plain(name): x for name, x in state.items() if not is_of_adapter(name)}
     base.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
     remove(final)

@@ -9,24 +9,36 @@ import warnings
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from utils import distributed
 
 
-def shard_model(model):
+def shard_model(model, whole=()):
     """Let each process keep its part of a transformers model's weights, in place: of each layer, then of the rest.
 
-    It comes before the optimiser is made, and after the model was copied: a sharded model can't be.
+    The parameters in `whole` stay so. It comes before the optimiser of the others is made, and after the model was
+    copied: a sharded model can't be.
     """
     mesh = init_device_mesh(model.device.type, (distributed.world_size(),))
+    options = {"mesh": mesh, "reshard_after_forward": True, "ignored_params": {*whole}}
     for module in reversed(list(model.modules())):  # what is inside comes first
         if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+            fully_shard(module, **options)
+    fully_shard(model, **options)
+    model.call = lambda function: function()
+    register_fsdp_forward_method(model, "call")
     # It warns of outputs that are views, for those who write into them; nothing here does
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def call_inside(model, function):
+    """The tensor that function() computes by a call of a module inside `model`, past the model's own forward.
+
+    Of a sharded model, what belongs to no layer is gathered for it too, and for the backward pass.
+    """
+    return model.call(function) if isinstance(model, FSDPModule) else function()
 
 
 @contextlib.contextmanager
