@@ -18,6 +18,7 @@ import iac_llm
 import ippo_llm
 import ppo_llm
 from utils.cli import parse
+from utils.engine import VllmArgs
 from utils.run import FolderArgs
 from utils.tasks import BUILT_IN, TaskArgs, import_file, tldr
 
@@ -79,7 +80,7 @@ def flag_rows(script, shared):
     for group in script.Args.__mro__[1:-1]:
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(group), flags=re.M))
         for field in dataclasses.fields(group):
-            if (group in (FolderArgs, TaskArgs)) == shared:
+            if (group in (FolderArgs, TaskArgs, VllmArgs)) == shared:
                 rows["--" + field.name.replace("_", "-")] = (
                     shown(getattr(defaults, field.name)),
                     comments[field.name],
