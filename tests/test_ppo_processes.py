@@ -254,17 +254,3 @@ def test_a_process_without_episodes_has_numbers_that_do_not_count(make, kind):
     batch = make_ppo_batch(agent, empty, args)
     for name in ("advantages", "returns", "action_mask"):
         assert not getattr(batch, name).any()
-
-
-# --- Sampled ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_two_processes_that_sample_earn_as_much_as_one(tmp_path, seed):
-    flags = ["--seed", seed, "--train-size", 2560, "--num-train-epochs", 1, "--evaluation-interval", 0]
-    finish("ppo_llm", *flags, "--output-dir", tmp_path / "one")
-    finish_two("ppo_llm", *flags, "--output-dir", tmp_path / "two")
-    one, two = ([float(row["reward_mean"]) for row in read_metrics(tmp_path / name)] for name in ("one", "two"))
-    assert sum(two[:4]) / 4 < sum(two[-4:]) / 4 - 0.2
-    assert sum(two[-4:]) / 4 == pytest.approx(sum(one[-4:]) / 4, abs=0.1)

@@ -1,5 +1,6 @@
 """Two processes under torchrun or accelerate launch train one run together, and go on to the same bits."""
 
+import functools
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import read_metrics
-from processes import assert_same, command, finish_two, saved_steps, start_two
+from processes import assert_same, command, finish, finish_two, saved_steps, start_two
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
@@ -96,3 +97,43 @@ def test_where_a_process_is_killed_the_other_ends_with_a_line_and_the_run_goes_o
 
     finish_two(script, "--resume", run)
     assert [int(row["global_step"]) for row in read_metrics(run)] == [4, 8, 12, 16, 20, 24]
+
+
+# --- Sampled ----------------------------------------------------------------------------------------------------------
+
+NUMBER = f"{TURNS} --train-size 1152 --num-train-epochs 1 --eval-interval 0"
+LEARN = {
+    "ippo_llm": NUMBER,
+    "iac_llm": NUMBER,
+    "ppo_llm": "--train-size 2560 --num-train-epochs 1 --evaluation-interval 0",
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """Makes a run of one process that learns."""
+
+    @functools.cache
+    def make(script, seed):
+        folder = tmp_path_factory.mktemp("one") / "run"
+        finish(script, "--seed", seed, *LEARN[script].split(), "--output-dir", folder)
+        return folder
+
+    return make
+
+
+def first_and_last(folder):
+    """Mean rewards of a run's first and of its last four updates."""
+    rewards = [float(row["reward_mean"]) for row in read_metrics(folder)]
+    return sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("script", LEARN)
+@pytest.mark.parametrize("shard", [[], ["--shard"]], ids=["whole", "sharded"])
+def test_two_processes_that_sample_earn_as_much_as_one(one_process, tmp_path, script, seed, shard):
+    finish_two(script, "--seed", seed, *LEARN[script].split(), "--output-dir", tmp_path / "two", *shard)
+    first, last = first_and_last(tmp_path / "two")
+    assert last > first + 0.15
+    assert last == pytest.approx(first_and_last(one_process(script, seed))[1], abs=0.15)
