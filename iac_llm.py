@@ -151,7 +151,7 @@ class Args(
 
 
 CRITIC_FLAG = "--critic-model-name-or-path"
-MOST_WEIGHT = 2.0  # of a token, of those that make up for what vLLM computes otherwise (--sampler-correction)
+MOST_WEIGHT = 2.0  # at which sampler_weights are truncated
 
 
 def check_args(args):
@@ -299,15 +299,15 @@ class Agent:
         self.value_head = build_value_head(critic or reference, hidden_dim)
         self.optimizers = build_optimizers(self, args)
         self.schedules = []
-        self.engine = build_engine(self.actor, args) if args.use_vllm else None
+        self.engine = get_engine(self.actor, args) if args.use_vllm else None
         self.faults = Faults("--mini-batch-size", "--actor-learning-rate", halves=not args.shard)
 
 
-def build_engine(actor, args):
+def get_engine(actor, args):
     """vLLM's engine for models such as this one."""
     longest = args.max_prompt_length and args.max_prompt_length + args.max_new_tokens
     with sharding.whole_models([actor]):
-        return engine.build_engine(actor, args, longest)
+        return engine.get_engine(actor, args, longest)
 
 
 def build_value_head(model, hidden_dim):
@@ -473,7 +473,7 @@ def check_length(length, config, args):
     """Raise UserError for a prompt of so many tokens that is too long for the flags, or for the model."""
     if args.max_prompt_length and length > args.max_prompt_length:
         raise UserError(f"a prompt of {length} tokens exceeds --max-prompt-length {args.max_prompt_length}")
-    room = engine.room(config, args)
+    room = engine.max_length(config, args)
     if room and length + args.max_new_tokens > room:
         sizes = f"--max-new-tokens {args.max_new_tokens} after a prompt of {length}"
         raise UserError(f"{sizes} exceeds the model's {room} positions")
@@ -482,7 +482,7 @@ def check_length(length, config, args):
 def prompt_limit(config, args):
     """The most tokens of a prompt, or None. Raises UserError where the model has no room for so many."""
     check_length(args.max_prompt_length or 1, config, args)
-    room = engine.room(config, args)
+    room = engine.max_length(config, args)
     return args.max_prompt_length or (room and room - args.max_new_tokens)
 
 
@@ -999,7 +999,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     check_args(args)
     configs = check_models(args, model)
     task = tasks.load_task(task or args.task or sys.modules[__name__], args.num_agents, args.num_turns)
-    folder = run_folder(args, __file__, args.task, may_change=("shard",))
+    folder = run_folder(args, __file__, args.task, may_change=("shard", "vllm_config"))
     items_per_update = args.rollout_buffer_size // args.num_generations
     data = tasks.load_items(task, args, args.seed, items_per_update, train_dataset, eval_dataset)
     readers = prompt_readers(args, configs, tokenizer)

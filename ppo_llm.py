@@ -153,7 +153,7 @@ class Args(
     """All flags."""
 
 
-MOST_WEIGHT = 2.0  # of a token, of those that make up for what vLLM computes otherwise (--sampler-correction)
+MOST_WEIGHT = 2.0  # at which sampler_weights are truncated
 NO_LIMIT = 2**31 - 1  # of --max-model-len, for a model without one
 
 
@@ -180,7 +180,7 @@ def resolve_args(args, task=None, model=None, env=None):
         for flag in ("shard", "use_vllm"):
             if getattr(args, flag):
                 raise UserError(f"{flag_name(flag)} takes a base that is not quantized")
-    room = engine.room(config, args) or args.max_model_len or NO_LIMIT
+    room = engine.max_length(config, args) or args.max_model_len or NO_LIMIT
     own_batch_size = math.ceil(args.batch_size / distributed.world_size())
     args = replace(
         args,
@@ -443,13 +443,16 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
 
 def attach_engine(agents, config, args):
     """Give the agents an engine of vLLM, for adapters of that configuration. Raises UserError."""
+    base = agents[0].model.get_base_model()
+    if base.device.type == "cuda" and args.dtype == "float32" and args.mixed_precision == "no":
+        raise UserError("--use-vllm takes adapters in bfloat16 on a GPU: add --mixed-precision bf16")
     for name in engine.NOT_IN_VLLM:
         if getattr(config, name):
             raise UserError(f"--use-vllm takes no adapters with {name}, which vLLM does not have")
     longest = args.max_model_len if args.max_model_len < NO_LIMIT else None
-    base = agents[0].model.get_base_model()
+    rank = max([config.r, *config.rank_pattern.values()])
     with sharding.whole_models([base]):
-        shared = engine.build_engine(base, args, longest, config.r, len(agents))
+        shared = engine.get_engine(base, args, longest, rank, len(agents))
     for agent in agents:
         agent.engine = shared
 
@@ -563,14 +566,15 @@ def collate(episodes, rewards, processed_rewards, items, agent, args):
     P = max(len(transcript.prompt_ids) for transcript in transcripts)
     L = max(len(transcript.response_ids) for transcript in transcripts)
     device = agent.model.device
+    logprobs = torch.zeros(B, R, L, device=device)
     rollout = Rollout(
         prompt_ids=torch.full((B, R, P), pad_id, device=device),
         prompt_mask=torch.zeros(B, R, P, dtype=torch.long, device=device),
         response_ids=torch.full((B, R, L), pad_id, device=device),
         response_mask=torch.zeros(B, R, L, dtype=torch.long, device=device),
         turn_of_token=torch.full((B, R, L), -1, device=device),
-        logprobs=torch.zeros(B, R, L, device=device),
-        sampler_logprobs=torch.zeros(B, R, L, device=device),
+        logprobs=logprobs,
+        sampler_logprobs=logprobs,
         reference_logprobs=torch.zeros(B, R, L, device=device),
         rewards=torch.zeros(B, T, device=device),
         processed_rewards=torch.zeros(B, T, device=device),
@@ -585,7 +589,6 @@ def collate(episodes, rewards, processed_rewards, items, agent, args):
         rollout.processed_rewards[b, :num_turns] = torch.tensor(processed_rewards[b])
         for r, transcript in enumerate(episode):
             write_row(rollout, b, r, transcript)
-    rollout.sampler_logprobs = rollout.logprobs
     return rollout
 
 
@@ -710,10 +713,10 @@ def sample_team(agents, prompts, args, generator):
 @torch.no_grad()
 def hand_over(agent, args):
     """Give vLLM the agent's adapter. Raises UserError where it then has another."""
-    save = functools.partial(adapters.save_adapter, model=agent.model, name=agent.actor, base_name=args.model)
-    agent.engine.load_adapter(agent.number, save)
-    with autocast(agent.model, args):
-        agent.engine.check(functools.partial(next_logits, agent), agent.number)
+    model = agent.model
+    agent.engine.load_adapter(agent.number, lambda path: adapters.save_adapter(path, model, agent.actor, args.model))
+    with autocast(model, args):
+        agent.engine.check(lambda ids: next_logits(agent, ids), agent.number)
 
 
 def next_logits(agent, ids):
@@ -770,7 +773,8 @@ def play(agents, task, items, args, generator, phase):
     if args.use_vllm:
         for agent in agents:
             hand_over(agent, args)
-    with sharding.whole_models([agents[0].model]):
+    models = [] if args.use_vllm else [agents[0].model]  # vLLM has weights of its own
+    with sharding.whole_models(models):
         if args.task:
             return play_task(agents, task, items, args, generator, phase)
         return [play_environment(agents[0], task, items, args, generator, phase)]
@@ -1310,7 +1314,14 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     else:
         data = load_env_data(args, env, train_dataset, eval_dataset)
     task, optimum, train_items, held_out_items = data
-    may_change = ("gradient_checkpointing", "micro_batch_size_per_gpu", "save_optimizer", "save_base", "shard")
+    may_change = (
+        "gradient_checkpointing",
+        "micro_batch_size_per_gpu",
+        "save_optimizer",
+        "save_base",
+        "shard",
+        "vllm_config",
+    )
     folder = run_folder(args, __file__, args.task or args.env, may_change)
     updates = count_updates(len(train_items), args)
     updates_per_epoch = len(train_items) / args.rollout_buffer_size

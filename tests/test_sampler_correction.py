@@ -174,6 +174,6 @@ def test_flags_that_vllm_makes_void_are_one_line(script, flags, message, tmp_pat
 
 def test_prompts_leave_room_for_vllm_too(model):
     args = make_args(vllm_config={"max_model_len": 100})
-    assert engine.room(model.config, args) == 100
-    assert engine.room(model.config, make_args(vllm_config={"max_model_len": 1000})) == 512
-    assert engine.room(model.config, make_args(vllm_config={"max_model_len": "auto"})) == 512
+    assert engine.max_length(model.config, args) == 100
+    assert engine.max_length(model.config, make_args(vllm_config={"max_model_len": 1000})) == 512
+    assert engine.max_length(model.config, make_args(vllm_config={"max_model_len": "auto"})) == 512

@@ -1,8 +1,10 @@
 """Every script with vLLM's CPU build as its sampler: python -m pytest -m vllm, where it is installed."""
 
 import copy
+import random
 import shutil
 
+import numpy
 import peft
 import pytest
 import torch
@@ -68,9 +70,14 @@ def test_logprobs_of_a_team_are_those_of_learning(script, model, tokenizer, prom
     rollout = script.sample(agent, prompts, args, seeded())
     assert len(set(rollout.mask.sum(-1).flatten().tolist())) > 1
     torch.testing.assert_close(rollout.sampler_logprobs, rollout.logprobs * rollout.mask, atol=1e-4, rtol=0)
-    log_pi, hidden_states = script.forward_policy(agent.actor, rollout, args)
-    right = script.scatter(script.read_values(agent.value_head, hidden_states), rollout.played)
-    torch.testing.assert_close(rollout.values * rollout.mask, right * rollout.mask, atol=1e-5, rtol=0)
+    L = int(rollout.mask[2].sum())
+    ids = prompt_ids(prompts[2:3], tokenizer)[0] + rollout.response_ids[2, 0, :L].tolist()
+    with torch.no_grad():
+        out = agent.actor(torch.tensor([ids[:-1]]), output_hidden_states=True)
+        logprobs = (out.logits[0, -L:] / 0.7).log_softmax(-1).gather(1, torch.tensor(ids[-L:])[:, None]).squeeze(1)
+        values = agent.value_head(out.hidden_states[-1][0, -L:]).squeeze(1)
+    torch.testing.assert_close(rollout.logprobs[2, 0, :L], logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(rollout.values[2, 0, :L], values, atol=1e-5, rtol=0)
 
 
 def test_logprobs_of_adapters_are_those_of_learning(model, tokenizer, prompts):
@@ -214,29 +221,34 @@ def test_what_the_cache_has_of_old_weights_is_forgotten(model, tokenizer, prompt
 
 def test_an_engine_leaves_the_random_generators_as_they_are(model):
     args = make_args(use_vllm=True, vllm_config={"max_num_seqs": 7})  # an engine of its own
-    before = torch.get_rng_state()
-    sampler = engine.build_engine(model, args)
+    before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    sampler = engine.get_engine(model, args)
     sampler.load_weights(model)
-    sampler.sample([[5, 6, 7]], {"max_tokens": 4}, seeded())
-    assert torch.equal(torch.get_rng_state(), before)
+    sampler.sample([[5, 6, 7]], {"max_tokens": 4, "temperature": 1.0}, seeded())
+    assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------
 
 
-@EVERY_SCRIPT
-def test_greedy_it_learns_what_a_run_without_learns(script, tmp_path):
-    flags = GREEDY[script]
-    there = train(script, tmp_path / "with", sampler_correction=script != "ppo", **flags)
-    here = train(script, tmp_path / "without", use_vllm=False, **flags)
-    assert len(read_metrics(here)) == 8
-    files = sorted(path.relative_to(here) for path in here.glob("agent_*/**/*.safetensors"))
+def assert_same_weights(one, other):
+    """The agents of two runs, to 1e-4."""
+    files = sorted(path.relative_to(one) for path in one.glob("agent_*/**/*.safetensors"))
     files = [path for path in files if "optimizer" not in path.name]
     assert len(files) >= 4
     for file in files:
-        right = load_file(here / file)
-        for name, weight in load_file(there / file).items():
+        right = load_file(one / file)
+        for name, weight in load_file(other / file).items():
             torch.testing.assert_close(weight, right[name], atol=1e-4, rtol=0)
+
+
+@EVERY_SCRIPT
+def test_greedy_it_learns_what_a_run_without_learns(script, tmp_path):
+    flags = GREEDY[script]
+    there = train(script, tmp_path / "with", sampler_correction=script != "ppo", **flags)  # of one token ppo's is pi
+    here = train(script, tmp_path / "without", use_vllm=False, **flags)
+    assert len(read_metrics(here)) == 8
+    assert_same_weights(here, there)
 
 
 @EVERY_SCRIPT
@@ -267,6 +279,7 @@ TWO = "--task number --train-size 16 --rollout-buffer-size 4 --num-train-epochs 
 TWO_TEAM = f"{TWO} --mini-batch-size 4 --eval-interval 0 --no-do-sample --max-new-tokens 4 --adam-epsilon 1e-5"
 TWO_COMMANDS = {
     "ippo_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4",
+    "iac_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4",
     "ppo_llm": f"{TWO} --batch-size 4 --evaluation-interval 0 --top-k 1 --max-output-tokens 4 --lr-actor 1e-4",
 }
 
@@ -277,13 +290,7 @@ def test_two_processes_have_an_engine_each(script, shard, tmp_path):
     flags = TWO_COMMANDS[script].split()
     finish(script, *flags, "--output-dir", tmp_path / "one")
     finish_two(script, *flags, "--output-dir", tmp_path / "two", "--use-vllm", "--no-sampler-correction", *shard)
-    files = sorted(path.relative_to(tmp_path / "one") for path in tmp_path.glob("one/agent_*/**/*.safetensors"))
-    files = [path for path in files if "optimizer" not in path.name]
-    assert len(files) >= 4
-    for file in files:
-        right = load_file(tmp_path / "one" / file)
-        for name, weight in load_file(tmp_path / "two" / file).items():
-            torch.testing.assert_close(weight, right[name], atol=1e-4, rtol=0)
+    assert_same_weights(tmp_path / "one", tmp_path / "two")
 
 
 def mean(rows):
@@ -338,10 +345,24 @@ def test_settings_that_vllm_does_not_have_are_one_line(script, settings, message
 
 
 @EVERY_SCRIPT
-def test_items_without_room_in_the_engine_are_left_out(script, tmp_path):
-    with pytest.raises(UserError, match="prompt"):
-        train(script, tmp_path / "run", vllm_config={"max_model_len": 30})
+def test_prompts_without_room_in_the_engine_are_one_line(script, tmp_path):
+    with pytest.raises(UserError, match="^36 of 36 items are left out: a prompt has more than 16 tokens"):
+        train(script, tmp_path / "run", vllm_config={"max_model_len": 20})
     assert not (tmp_path / "run").exists()
+
+
+def test_a_temperature_that_vllm_would_raise_is_one_line(model, tokenizer, prompts):
+    args = make_args(use_vllm=True, temperature=0.005)
+    with pytest.raises(UserError, match="^--use-vllm takes a temperature from 0.01, got 0.005$"):
+        ippo_llm.sample(make_agent(args, model, tokenizer), prompts, args, seeded())
+
+
+def test_adapters_of_several_ranks_and_scalings_are_those_of_learning(model, tokenizer, tmp_path):
+    path = tmp_path / "lora.json"
+    path.write_text('{"r": 8, "rank_pattern": {"q_proj": 12}, "alpha_pattern": {"v_proj": 40.0}, "use_rslora": true}')
+    agents, args = make_ppo(model, tokenizer, lora_config=str(path), lora_rank=16, lora_alpha=32.0)
+    for agent in agents:
+        ppo_llm.hand_over(agent, args)  # which compares log-probabilities
 
 
 @pytest.mark.parametrize("content", ['{"r": 8, "use_dora": true}', '{"r": 8, "modules_to_save": ["lm_head"]}'])

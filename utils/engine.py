@@ -1,25 +1,30 @@
 """vLLM in place of a script's own sampler (--use-vllm): an engine in the process that learns.
 
 Before it samples, it is handed the weights of an agent, or the adapters of all agents on a base. Then log-probabilities
-of both are compared: the run ends where the engine would go on with other weights.
+of both are compared: the run ends where they are too far apart.
 """
 
 import atexit
+import contextlib
 import copy
 import dataclasses
 import functools
 import importlib.util
 import json
 import os
+import random
 import shutil
 import tempfile
 import warnings
 from dataclasses import field
 from pathlib import Path
 
+import numpy
 import torch
+from transformers import set_seed
 from transformers.core_model_loading import revert_weight_conversion
 
+from utils import distributed
 from utils.checkpoint import fingerprint, is_of_adapter, plain
 from utils.cli import Settings, UserError, check_needs, flags, one_line
 
@@ -29,21 +34,24 @@ ENVIRONMENT = {  # variables of vLLM, where the user has not set them
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-OWN = {  # settings of vLLM that are not the user's
+FIXED = {  # settings of vLLM
     "disable_log_stats": True,
     "generation_config": "vllm",  # none of the model's own
     "load_format": "trainer",
     "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
     "skip_tokenizer_init": True,
 }
-OTHERS = (  # settings that are flags of the scripts, or that this engine does not have
-    "model enable_lora max_loras max_lora_rank seed trust_remote_code tensor_parallel_size pipeline_parallel_size "
-    "data_parallel_size distributed_executor_backend"
+REFUSED = (  # settings that follow from the scripts' flags, or that would take several devices for an engine
+    "model enable_lora max_loras max_lora_rank max_logprobs seed trust_remote_code tensor_parallel_size "
+    "pipeline_parallel_size data_parallel_size distributed_executor_backend"
 ).split()
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA, as vLLM has room for them
-NOT_IN_VLLM = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")  # fields of a LoRA configuration
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
+NOT_IN_VLLM = ("use_dora", "modules_to_save")  # fields of a LoRA configuration
+LEAST_TEMPERATURE = 0.01  # vLLM raises others to it
 
-PROBE = (4, 32)  # prompts, and tokens of each, that are compared
+NUM_PROMPTS = 4  # that are tried after a hand-over
+NUM_TOKENS = 32  # of each
+NUM_NEXT = 20  # likeliest next tokens of each, whose log-probabilities are compared
 LARGEST_DIFFERENCE = 1e-3  # on average, in nats
 LARGEST_DIFFERENCE_IN_HALF_PRECISION = 0.2
 
@@ -66,14 +74,14 @@ def check_vllm_args(args):
         raise UserError("--use-vllm takes vLLM, which is not installed: docs/many_devices.md says how")
     takes = {each.name for each in dataclasses.fields(load_vllm().EngineArgs)}
     for key in args.vllm_config:
-        if key in OWN or key in OTHERS:
+        if key in FIXED or key in REFUSED:
             raise UserError(f"--vllm-config {key}: it can't be set, as scripts have one way to use vLLM")
         if key not in takes:
             raise UserError(f"--vllm-config takes settings of vllm.EngineArgs, got {key}")
 
 
-def room(config, args):
-    """The most tokens that a prompt and its response may have together, or None: those of the model, or of vLLM."""
+def max_length(config, args):
+    """The most tokens that a prompt and its response may have together, or None: of the model, or of vLLM."""
     limits = [getattr(config.get_text_config(), "max_position_embeddings", None), args.vllm_config.get("max_model_len")]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
@@ -94,20 +102,21 @@ def load_vllm():
     return vllm
 
 
-engines = {}  # of this process, by what they are for: an engine can't be replaced by another
+engines = {}  # of this process; they stay, as one that ends leaves the group of all processes
 
 
-def build_engine(model, args, longest=None, rank=None, num_adapters=0):
-    """An engine of vLLM for models of one architecture, or for the adapters on one base.
+def get_engine(model, args, longest=None, rank=None, num_adapters=0):
+    """An engine of vLLM for models of one configuration, or for the adapters on one base. Raises UserError.
 
     `longest`: tokens that prompt and response may have together, None for the model's own limit. With `rank` it takes
     `num_adapters` adapters of at most that rank. An engine that serves another agent, or an earlier run, serves this
-    one too: it has the weights that it was handed last. Raises UserError.
+    one too: it has the weights that it was handed last.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     half = args.dtype == "bfloat16" or args.mixed_precision == "bf16"
-    settings = OWN | {
+    settings = FIXED | {
+        "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
         "dtype": "bfloat16" if half else "float32",
         "enforce_eager": model.device.type == "cpu",
         "gpu_memory_utilization": 0.4,
@@ -116,8 +125,8 @@ def build_engine(model, args, longest=None, rank=None, num_adapters=0):
     }
     base = None
     if rank:
-        room = min((size for size in RANKS if size >= rank), default=rank)
-        settings |= {"enable_lora": True, "max_loras": num_adapters, "max_lora_rank": room}
+        max_rank = min((size for size in LORA_RANKS if size >= rank), default=rank)
+        settings |= {"enable_lora": True, "max_loras": num_adapters, "max_lora_rank": max_rank}
         base = fingerprint(model)
     settings |= args.vllm_config
     shape = config.to_dict() | {"_name_or_path": None}
@@ -128,60 +137,56 @@ def build_engine(model, args, longest=None, rank=None, num_adapters=0):
 
 
 class Engine:
-    """An engine, beginning with a model's weights. It leaves torch's random generators as they are."""
+    """An engine, beginning with a model's weights. It leaves all random generators as they are."""
 
     def __init__(self, model, config, settings):
         self.vllm = load_vllm()
         self.device = model.device
         self.folder = memory_folder()
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         config.save_pretrained(self.folder)
         weights = weights_of(model)
         register_loader(weights)
         try:
-            with forked_generators(self.device), warnings.catch_warnings():
+            with random_state_kept(self.device), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 self.llm = self.vllm.LLM(model=str(self.folder), **settings)
         except Exception as error:
-            raise UserError(f"--use-vllm: the engine does not start: {one_line(error, 500)}") from error
+            reason = f"{type(error).__name__}: {one_line(error, 500)}"
+            raise UserError(f"--use-vllm: the engine does not start: {reason}") from error
         weights.clear()
-        atexit.register(self.close)
-
-    def close(self):
-        """Let go of what it shares with other processes, before they part."""
-        self.llm.llm_engine.engine_core.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        atexit.register(self.llm.llm_engine.engine_core.shutdown)  # before the processes part
 
     def load_weights(self, model):
         """Replace all weights by a model's."""
         weights = weights_of(model)
-        self.llm.apply_model(lambda own: own.load_weights(weights.items()) and None)
+        self.llm.apply_model(lambda model_there: model_there.load_weights(weights.items()) and None)
         self.llm.reset_prefix_cache()
 
     def load_adapter(self, i, save):
         """Replace adapter i by what save(folder) writes, in peft's format. Raises UserError where vLLM lacks it."""
         save(self.folder / f"agent_{i}")
         try:
-            self.llm.llm_engine.add_lora(self.request(i))
+            self.llm.llm_engine.add_lora(self.request(i, load_inplace=True))
         except ValueError as error:
             raise UserError(f"--use-vllm does not take these adapters: {one_line(error)}") from error
         self.llm.reset_prefix_cache()
 
-    def request(self, i):
+    def request(self, i, load_inplace=False):
         """What stands for adapter i."""
         folder = self.folder / f"agent_{i}"
-        return self.vllm.lora.request.LoRARequest(f"agent_{i}", i + 1, str(folder), load_inplace=True)
+        return self.vllm.lora.request.LoRARequest(f"agent_{i}", i + 1, str(folder), load_inplace=load_inplace)
 
     def check(self, compute_logits, i=None):
-        """Raise UserError where next tokens are not as likely as compute_logits, [R, S] ids to [R, V], has them here.
+        """Raise UserError where next tokens are not as likely as compute_logits, ids [R, S] to [R, V], has them here.
 
         With i, adapter i is on.
         """
-        rows, columns = PROBE
-        columns = min(columns, self.llm.model_config.max_model_len - 1)
-        ids = torch.arange(rows * columns, device=self.device).view(rows, columns)
+        num_tokens = min(NUM_TOKENS, self.llm.model_config.max_model_len - 1)
+        ids = torch.arange(NUM_PROMPTS * num_tokens, device=self.device).view(NUM_PROMPTS, num_tokens)
         ids = ids * 7 % self.llm.model_config.get_vocab_size()
-        settings = {"temperature": 1.0, "max_tokens": 1, "logprobs": 20}
-        outputs = self.generate(ids.tolist(), settings, 0, [i] * rows)
+        settings = {"temperature": 1.0, "max_tokens": 1, "logprobs": NUM_NEXT}
+        outputs = self.generate(ids.tolist(), settings, 0, [i] * NUM_PROMPTS)
         here = compute_logits(ids).float().log_softmax(-1).tolist()
         differences = []
         for row, output in zip(here, outputs):
@@ -191,22 +196,24 @@ class Engine:
         half = self.llm.model_config.dtype != torch.float32
         largest = LARGEST_DIFFERENCE_IN_HALF_PRECISION if half else LARGEST_DIFFERENCE
         if not mean <= largest:
-            found = f"log-probabilities differ by {mean:.2g} nats on average, by {largest:g} at most where they are"
+            found = f"log-probabilities differ by {mean:.2g} nats on average, and {largest:g} is allowed"
             raise UserError(f"--use-vllm: the weights in the engine are not those that were handed over: {found}")
 
     def sample(self, prompts, settings, generator, adapters=None):
         """Continue prompts, lists of ids: of each the new ids, and their log-probabilities as they were sampled.
 
-        `settings` are those of vllm.SamplingParams, `adapters` has the number of an adapter for each prompt. With no
-        generator nothing is to be drawn: settings of temperature 0. Raises UserError where there is no room.
+        `settings` are those of vllm.SamplingParams, `adapters` has the number of an adapter for each prompt. At
+        temperature 0 nothing is drawn from the generator. Raises UserError where vLLM can't do so.
         """
-        room = self.llm.model_config.max_model_len
+        most = self.llm.model_config.max_model_len
         longest = max(len(prompt) for prompt in prompts)
-        if longest + settings["max_tokens"] > room:
+        if longest + settings["max_tokens"] > most:
             sizes = f"{settings['max_tokens']} new ones after a prompt of {longest}"
-            raise UserError(f"--vllm-config: max_model_len, {room} tokens, has no room for {sizes}")
+            raise UserError(f"--vllm-config: max_model_len, {most} tokens, has no room for {sizes}")
+        if 0 < settings["temperature"] < LEAST_TEMPERATURE:
+            raise UserError(f"--use-vllm takes a temperature from {LEAST_TEMPERATURE}, got {settings['temperature']}")
         seed = 0
-        if generator is not None:
+        if settings["temperature"] > 0:
             seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
         response_ids = []
         logprobs = []
@@ -223,15 +230,21 @@ class Engine:
         if adapters and adapters[0] is not None:
             requests = [self.request(i) for i in adapters]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        with forked_generators(self.device):
-            torch.manual_seed(seed)
+        with random_state_kept(self.device):
+            set_seed(seed)
             outputs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=requests)
         return [output.outputs[0] for output in outputs]
 
 
-def forked_generators(device):
-    """Within it torch's global generators may be used: they are put back."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda")
+@contextlib.contextmanager
+def random_state_kept(device):
+    """Within it all global random generators may be used: they are put back."""
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+        yield
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)
 
 
 def memory_folder():
@@ -257,7 +270,7 @@ def register_loader(weights):
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    @register_model_loader(OWN["load_format"])
+    @register_model_loader(FIXED["load_format"])
     class Loader(BaseModelLoader):
         def download_model(self, model_config):
             pass
