@@ -30,7 +30,7 @@ TEAM_FLAGS = EIGHT_UPDATES | {"mini_batch_size": 4, "max_new_tokens": 4, "eval_i
 PPO_FLAGS = EIGHT_UPDATES | {"batch_size": 4, "max_output_tokens": 4, "evaluation_interval": 4, "eval_size": 4}
 FLAGS = {"ippo": TEAM_FLAGS, "iac": TEAM_FLAGS, "ppo": PPO_FLAGS}
 GREEDY_TEAM = {"do_sample": False, "actor_learning_rate": 1e-4, "critic_learning_rate": 1e-4, "adam_epsilon": 1e-5}
-GREEDY = {"ippo": GREEDY_TEAM, "iac": GREEDY_TEAM, "ppo": {"top_k": 1, "lr_actor": 1e-4}}
+GREEDY = {"ippo": GREEDY_TEAM, "iac": GREEDY_TEAM, "ppo": {"top_k": 1, "lr_actor": 5e-5}}
 
 
 def shake(model, seed, scale=0.02):
