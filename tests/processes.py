@@ -117,9 +117,9 @@ def start(name, *flags, before=None):
     return Process(run_script, name, flags, before)
 
 
-def finish(name, *flags):
+def finish(name, *flags, seconds=120):
     """A script that has ended well."""
-    process = start(name, *flags).wait()
+    process = start(name, *flags).wait(seconds)
     assert process.exitcode == 0, process.error
     return process
 
@@ -143,10 +143,10 @@ def start_two(name, *flags, before=(None, None)):
     return processes
 
 
-def finish_two(name, *flags, before=(None, None)):
+def finish_two(name, *flags, before=(None, None), seconds=120):
     """Two processes of a script that have ended well."""
     for process in start_two(name, *flags, before=before):
-        assert process.wait().exitcode == 0, process.error
+        assert process.wait(seconds).exitcode == 0, process.error
 
 
 # --- Commands ---------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def one_process(tmp_path_factory):
     @functools.cache
     def make(script, seed):
         folder = tmp_path_factory.mktemp("one") / "run"
-        finish(script, "--seed", seed, *LEARN[script].split(), "--output-dir", folder)
+        finish(script, "--seed", seed, *LEARN[script].split(), "--output-dir", folder, seconds=600)
         return folder
 
     return make
@@ -133,7 +133,7 @@ def first_and_last(folder):
 @pytest.mark.parametrize("script", LEARN)
 @pytest.mark.parametrize("shard", [[], ["--shard"]], ids=["whole", "sharded"])
 def test_two_processes_that_sample_earn_as_much_as_one(one_process, tmp_path, script, seed, shard):
-    finish_two(script, "--seed", seed, *LEARN[script].split(), "--output-dir", tmp_path / "two", *shard)
+    finish_two(script, "--seed", seed, *LEARN[script].split(), "--output-dir", tmp_path / "two", *shard, seconds=600)
     first, last = first_and_last(tmp_path / "two")
     assert last > first + 0.15
     assert last == pytest.approx(first_and_last(one_process(script, seed))[1], abs=0.15)
