@@ -805,6 +805,8 @@ def ippo_loss(agent, minibatch, args):
     action_mask = minibatch.action_mask
     log_pi, hidden_states = forward_policy(agent.actor, rollout, args)
     logprobs = take_logprobs(log_pi, rollout)
+    if args.entropy_coef == 0:
+        log_pi = log_pi.detach()  # the entropy is a metric only
     entropy = (take_entropy(log_pi, rollout) * rollout.mask).sum() / minibatch.num_tokens
     if agent.critic:
         values = critic_values(agent, rollout, args)
