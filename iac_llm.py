@@ -76,7 +76,7 @@ class ModelArgs:
     critic_value_head_hidden_dim: PositiveInt | None = None  # hidden units of a separate critic's head; none: linear
     value_head_hidden_dim: PositiveInt | None = None  # hidden units of the value head on an actor; none: linear
     dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the models' weights
-    mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass
+    mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass, not attention on a CPU
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
     trust_remote_code: bool = False  # run code that comes with a hub model
     shard: bool = False  # let each of several processes hold a part of every model, in place of whole ones (FSDP)
@@ -877,6 +877,8 @@ def iac_loss(agent, minibatch, args):
     action_mask = minibatch.action_mask
     log_pi, hidden_states = forward_policy(agent.actor, rollout, args)
     logprobs = take_logprobs(log_pi, rollout)
+    if args.entropy_coef == 0:
+        log_pi = log_pi.detach()  # the entropy is a metric only
     entropy = (take_entropy(log_pi, rollout) * rollout.mask).sum() / minibatch.num_tokens
     if agent.critic:
         values = critic_values(agent, rollout, args)

@@ -79,7 +79,7 @@ class PolicyArgs:
     use_separate_reference_adapter: bool = True  # the reference is a copy of the actor as it was; off: the base
     reference_update_interval: NonNegativeInt = 0  # passes over the training set between copies of the actor to it
     dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the base's weights
-    mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass
+    mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass, not attention on a CPU
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
     trust_remote_code: bool = False  # run code that comes with a hub model
     shard: bool = False  # let each of several processes hold a part of the base, in place of the whole (FSDP)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import make_args
+from helpers import make_agent, make_args, seeded
 
 import iac_llm
 import ippo_llm
@@ -32,3 +32,17 @@ def test_autocast_leaves_the_weights_in_float32_and_computes_in_bfloat16(tmp_pat
         rows.append(run.rows[0])
     assert rows[0]["agent_0/policy_loss"] != rows[1]["agent_0/policy_loss"]
     assert abs(rows[1]["agent_0/approx_kl"]) < 0.1
+
+
+def test_under_autocast_sampler_and_learner_have_the_same_logprobs_but_for_rounding(model, tokenizer, prompts):
+    args = make_args(mixed_precision="bf16", max_new_tokens=40)
+    agent = make_agent(args, model, tokenizer)
+    rollout = ippo_llm.sample(agent, prompts, args, seeded())
+    differences = []
+    for precision in ("bf16", "no"):
+        with torch.no_grad():
+            log_pi, _ = ippo_llm.forward_policy(agent.actor, rollout, make_args(mixed_precision=precision))
+        difference = (ippo_llm.take_logprobs(log_pi, rollout) - rollout.logprobs) * rollout.mask
+        differences.append(difference.abs().max())
+    assert differences[0] < 0.01
+    assert 0.001 < differences[1] < 0.1  # to float32

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from utils.distributed import say
 
@@ -60,6 +64,8 @@ def forward(
         if cache_name == "cache_params":  # a state space has read its padding, and takes no mask any more
             options["attention_mask"] = None
     out = call(model, input_ids, keep, hidden, options)
+    if cache is None:
+        give_room(out.get(cache_name))
     return Output(last(out.get("logits"), keep), last(hidden_states(out), keep), out.get(cache_name))
 
 
@@ -104,6 +110,77 @@ def hidden_states(out):
 
 def last(x, keep):
     return None if x is None else x[:, -keep:]
+
+
+# --- Attention on a CPU -----------------------------------------------------------------------------------------------
+
+
+def attend(module, query, *args, **kwargs):
+    """transformers' attention by SDPA; on a CPU in float32, for torch's kernel takes longer in bfloat16 there.
+
+    The output has the data type of the query, whatever autocast says.
+    """
+    if query.device.type != "cpu":
+        return sdpa_attention_forward(module, query, *args, **kwargs)
+    args = [in_float32(x) for x in args]
+    kwargs = {name: in_float32(x) for name, x in kwargs.items()}
+    with torch.autocast("cpu", enabled=False):
+        output, weights = sdpa_attention_forward(module, query.float(), *args, **kwargs)
+    return output.to(query.dtype), weights
+
+
+def in_float32(x):
+    """A tensor of floats in float32; anything else, such as a mask, as it is."""
+    return x.float() if torch.is_tensor(x) and x.is_floating_point() else x
+
+
+AttentionInterface.register("sdpa", attend)  # for all models of transformers
+
+
+# --- A cache with room ------------------------------------------------------------------------------------------------
+
+ROOM = 64  # tokens
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer of a cache with room behind its tokens: a new one is written there, and the others are not copied.
+
+    It serves sampling, without gradients: what it returned before stays as it is, for only the room is written to.
+    """
+
+    def __init__(self, keys, values):
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.buffers = (keys, values)  # [R, heads, S + room, head width]
+        self.keys = keys  # [R, heads, S, head width], the first S of the buffer
+        self.values = values
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        start = self.keys.shape[-2]
+        end = start + key_states.shape[-2]
+        if end > self.buffers[0].shape[-2]:
+            self.buffers = tuple(pad(x[..., :start, :], (0, 0, 0, end + ROOM - start)) for x in self.buffers)
+        keys, values = self.buffers
+        keys[..., start:end, :] = key_states
+        values[..., start:end, :] = value_states
+        self.keys = keys[..., :end, :]
+        self.values = values[..., :end, :]
+        return self.keys, self.values
+
+    def reorder_cache(self, rows):
+        S = self.keys.shape[-2]
+        keys, values = self.buffers
+        self.buffers = (keys[rows], values[rows])
+        self.keys = self.buffers[0][..., :S, :]
+        self.values = self.buffers[1][..., :S, :]
+
+
+def give_room(cache):
+    """Replace the plain layers of a cache; other layers stay as they are."""
+    layers = getattr(cache, "layers", [])
+    for k, layer in enumerate(layers):
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            layers[k] = RoomyLayer(layer.keys, layer.values)
 
 
 # --- Which models take padding ----------------------------------------------------------------------------------------

@@ -1,0 +1,77 @@
+"""Attention on a CPU: in float32, whatever a model computes in."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from utils import causal_lm
+
+SHAPE = (2, 3, 7, 8)  # rows, heads, tokens, head width
+
+
+def make_inputs(dtype):
+    """Query, key, value, and a mask that lets each token see those before it."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(SHAPE, generator=generator).to(dtype) for _ in range(3)]
+    return [*tensors, torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()]
+
+
+def attend_in_loops(query, key, value):
+    """Attention in float64, a token at a time: [rows, tokens, heads, head width]."""
+    output = torch.zeros(SHAPE, dtype=torch.float64)
+    for row in range(2):
+        for head in range(3):
+            for t in range(7):
+                scores = key[row, head, : t + 1].double() @ query[row, head, t].double() / math.sqrt(8)
+                output[row, head, t] = scores.softmax(0) @ value[row, head, : t + 1].double()
+    return output.transpose(1, 2)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_it_is_that_of_float64_but_for_rounding_once(autocast):
+    inputs = make_inputs(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output, _ = causal_lm.attend(nn.Module(), *inputs)
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, attend_in_loops(*inputs[:3]).to(torch.bfloat16))
+
+
+def test_autocast_does_not_round_what_comes_in_float32():
+    inputs = make_inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = causal_lm.attend(nn.Module(), *inputs)
+    torch.testing.assert_close(output.double(), attend_in_loops(*inputs[:3]), atol=1e-6, rtol=0)
+
+
+def test_without_autocast_float32_is_as_transformers_has_it():
+    inputs = make_inputs(torch.float32)
+    assert torch.equal(causal_lm.attend(nn.Module(), *inputs)[0], sdpa_attention_forward(nn.Module(), *inputs)[0])
+
+
+@pytest.mark.parametrize("bias_type", [torch.float32, torch.bfloat16])
+def test_a_mask_of_floats_is_added(bias_type):
+    query, key, value, mask = make_inputs(torch.bfloat16)
+    bias = torch.zeros(1, 1, 7, 7, dtype=bias_type).masked_fill(~mask, -math.inf)
+    assert torch.equal(
+        causal_lm.attend(nn.Module(), query, key, value, bias)[0],
+        causal_lm.attend(nn.Module(), query, key, value, mask)[0],
+    )
+
+
+def test_a_model_attends_in_float32_and_multiplies_in_bfloat16(model, monkeypatch):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    types = []
+
+    def watched(query, key, value, *args, **kwargs):
+        types.append((query.dtype, key.dtype, value.dtype, torch.is_autocast_enabled("cpu")))
+        return attend(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    ids = torch.arange(12).view(2, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = causal_lm.forward(model, ids)
+    assert out.logits.dtype == torch.bfloat16
+    assert set(types) == {(torch.float32, torch.float32, torch.float32, False)}

@@ -1,0 +1,67 @@
+"""A cache with room: the same to the bit as transformers' own, and most tokens are written into room that is there."""
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from utils import causal_lm
+
+STEPS = causal_lm.ROOM + 6
+
+
+@torch.no_grad()
+def write_on(model, steps=STEPS):
+    """The logits of each step of greedy sampling, with rows dropped on the way, and where layer 0 had its keys."""
+    input_ids = torch.arange(3, 23).view(4, 5)
+    mask = torch.ones_like(input_ids)
+    mask[1, :2] = 0
+    cache = None
+    logits = []
+    places = []
+    for t in range(steps):
+        out = causal_lm.forward(model, input_ids, mask, cache, keep=1, use_cache=True)
+        cache = out.cache
+        logits.append(out.logits)
+        places.append(cache.layers[0].keys.data_ptr())
+        rows = torch.arange(len(mask))
+        if t in (3, 40):
+            rows = rows[1:]
+            cache.reorder_cache(rows)
+        input_ids = out.logits[rows, -1:].argmax(-1)
+        mask = torch.nn.functional.pad(mask[rows], (0, 1), value=1)
+    return logits, places
+
+
+def test_it_is_that_of_transformers_to_the_bit(model, monkeypatch):
+    ours, _ = write_on(model)
+    monkeypatch.setattr(causal_lm, "give_room", lambda cache: None)
+    theirs, _ = write_on(model)
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def test_it_is_copied_where_rows_are_dropped_or_room_is_used_up(model):
+    _, places = write_on(model)
+    moves = [t for t in range(1, STEPS) if places[t] != places[t - 1]]
+    assert moves == [1, 4, 41, causal_lm.ROOM + 2]  # room comes with the first new token, for ROOM more
+
+
+def test_its_length_is_that_of_its_tokens(model):
+    cache = causal_lm.forward(model, torch.arange(10).view(2, 5), use_cache=True).cache
+    assert cache.get_seq_length() == 5
+    out = causal_lm.forward(model, torch.tensor([[1], [2]]), torch.ones(2, 6, dtype=torch.long), cache, use_cache=True)
+    assert out.cache.get_seq_length() == 6
+    assert out.cache.layers[0].keys.shape[2] == 6
+
+
+def test_what_a_cache_gave_before_stays():
+    layer = causal_lm.RoomyLayer(*torch.ones(2, 1, 1, 3, 2))
+    keys, values = layer.update(*torch.ones(2, 1, 1, 1, 2))
+    layer.update(*torch.zeros(2, 1, 1, 1, 2))
+    assert keys.shape == values.shape == (1, 1, 4, 2)
+    assert keys.min() == values.min() == 1
+
+
+@pytest.mark.parametrize("cache", [None, DynamicCache()])
+def test_no_cache_and_an_empty_one_are_left(cache):
+    causal_lm.give_room(cache)
+    assert cache is None or cache.layers == []
