@@ -154,6 +154,8 @@ class Args(
 
 
 MOST_WEIGHT = 2.0  # at which sampler_weights are truncated
+# Flags that may be others when a run is resumed
+MAY_CHANGE = "gradient_checkpointing micro_batch_size_per_gpu save_optimizer save_base shard vllm_config".split()
 NO_LIMIT = 2**31 - 1  # of --max-model-len, for a model without one
 
 
@@ -1314,15 +1316,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     else:
         data = load_env_data(args, env, train_dataset, eval_dataset)
     task, optimum, train_items, held_out_items = data
-    may_change = (
-        "gradient_checkpointing",
-        "micro_batch_size_per_gpu",
-        "save_optimizer",
-        "save_base",
-        "shard",
-        "vllm_config",
-    )
-    folder = run_folder(args, __file__, args.task or args.env, may_change)
+    folder = run_folder(args, __file__, args.task or args.env, MAY_CHANGE)
     updates = count_updates(len(train_items), args)
     updates_per_epoch = len(train_items) / args.rollout_buffer_size
 
