@@ -207,7 +207,7 @@ def help_text():
 @pytest.mark.parametrize("name", vars(ppo_llm.Args()))
 def test_help_explains_a_flag(help_text, name):
     source = Path(ppo_llm.__file__).read_text()
-    for module in ("run.py", "lora.py", "stages.py", "tasks/__init__.py", "envs/__init__.py"):
+    for module in ("run.py", "lora.py", "stages.py", "engine.py", "tasks/__init__.py", "envs/__init__.py"):
         source += (ROOT / "utils" / module).read_text()
     comment, *_ = re.findall(rf"^    {name}: .*  # (.+)$", source, flags=re.M)
     assert f"--{name.replace('_', '-')}" in help_text

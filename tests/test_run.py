@@ -241,7 +241,7 @@ def test_help_explains_every_flag(script, capsys):
     for group in ("training", "task", "folder", "model", "sampling", "algorithm", own, "optimizer"):
         assert f"{group} options" in text
     shown = " ".join(text.replace("│", " ").split())
-    files = [script.__file__, ROOT / "utils/run.py", ROOT / "utils/tasks/__init__.py"]
+    files = [script.__file__, ROOT / "utils/run.py", ROOT / "utils/engine.py", ROOT / "utils/tasks/__init__.py"]
     source = "".join(Path(file).read_text() for file in files)
     for name in vars(script.Args()):
         assert f"--{name.replace('_', '-')}" in text
