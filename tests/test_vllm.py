@@ -245,10 +245,11 @@ def assert_same_weights(one, other):
 @EVERY_SCRIPT
 def test_greedy_it_learns_what_a_run_without_learns(script, tmp_path):
     flags = GREEDY[script]
-    there = train(script, tmp_path / "with", sampler_correction=script != "ppo", **flags)  # of one token ppo's is pi
-    here = train(script, tmp_path / "without", use_vllm=False, **flags)
-    assert len(read_metrics(here)) == 8
-    assert_same_weights(here, there)
+    correction = script != "ppo"  # with --top-k 1 a token would weigh its own probability
+    run = train(script, tmp_path / "vllm", sampler_correction=correction, **flags)
+    right = train(script, tmp_path / "own", use_vllm=False, **flags)
+    assert len(read_metrics(right)) == 8
+    assert_same_weights(right, run)
 
 
 @EVERY_SCRIPT

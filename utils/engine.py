@@ -187,17 +187,17 @@ class Engine:
         ids = ids * 7 % self.llm.model_config.get_vocab_size()
         settings = {"temperature": 1.0, "max_tokens": 1, "logprobs": NUM_NEXT}
         outputs = self.generate(ids.tolist(), settings, 0, [i] * NUM_PROMPTS)
-        here = compute_logits(ids).float().log_softmax(-1).tolist()
+        logprobs = compute_logits(ids).float().log_softmax(-1).tolist()
         differences = []
-        for row, output in zip(here, outputs):
-            for token, there in output.logprobs[0].items():
-                differences.append(abs(there.logprob - row[token]))
+        for row, output in zip(logprobs, outputs):
+            for token, entry in output.logprobs[0].items():
+                differences.append(abs(entry.logprob - row[token]))
         mean = sum(differences) / len(differences)
         half = self.llm.model_config.dtype != torch.float32
         largest = LARGEST_DIFFERENCE_IN_HALF_PRECISION if half else LARGEST_DIFFERENCE
         if not mean <= largest:
-            found = f"log-probabilities differ by {mean:.2g} nats on average, and {largest:g} is allowed"
-            raise UserError(f"--use-vllm: the weights in the engine are not those that were handed over: {found}")
+            reason = f"log-probabilities differ by {mean:.2g} nats on average, and {largest:g} is allowed"
+            raise UserError(f"--use-vllm: the weights in the engine are not those that were handed over: {reason}")
 
     def sample(self, prompts, settings, generator, adapters=None):
         """Continue prompts, lists of ids: of each the new ids, and their log-probabilities as they were sampled.
@@ -242,9 +242,11 @@ def random_state_kept(device):
     python_state = random.getstate()
     numpy_state = numpy.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
-        yield
-    random.setstate(python_state)
-    numpy.random.set_state(numpy_state)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            numpy.random.set_state(numpy_state)
 
 
 def memory_folder():
