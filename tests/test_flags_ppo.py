@@ -93,14 +93,14 @@ def places(tmp_path_factory, tokenizer):
     return {STAGE: str(folder / "run"), MODEL: model, **files}
 
 
-@pytest.fixture
-def baseline(tmp_path, places):
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory, places):
     """A function of flags other than SMALL's: a run, made once."""
 
     def make(**flags):
         key = str(sorted(flags.items()))
         if key not in RUNS:
-            RUNS[key] = train(tmp_path / f"before_{len(RUNS)}", **in_place(flags, places))
+            RUNS[key] = train(tmp_path_factory.mktemp("before") / "run", **in_place(flags, places))
         return RUNS[key]
 
     return make
