@@ -231,7 +231,7 @@ def check_args(args):
     if args.max_prompt_length and args.max_prompt_length + args.max_output_tokens > args.max_model_len:
         room = f"--max-model-len {args.max_model_len} less --max-output-tokens {args.max_output_tokens}"
         raise UserError(f"--max-prompt-length takes at most {room}, got {args.max_prompt_length}")
-    check_needs(args, {"dataset": "task", "early_termination_threshold": "task"})
+    check_needs(args, {"dataset": "task", "eval_size": "task", "early_termination_threshold": "task"})
     check_needs(args, {"max_prompt_length": "task", "long_prompts": "task"})
     check_needs(args, {"load_optimizer": "load_checkpoint", "merge_lora_configs": "load_checkpoint"})
     check_needs(args, {"keep_reference": "load_checkpoint", "fresh_critic": "load_checkpoint"})

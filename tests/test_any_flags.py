@@ -25,12 +25,12 @@ from utils.cli import UserError, parse
 SMALL = {
     "train_size": 2,
     "rollout_buffer_size": 2,
-    "eval_size": 1,
     "num_train_epochs": 1,
     "output_dir": "run",
 }
 TEAM = SMALL | {
     "task": "number",
+    "eval_size": 1,
     "mini_batch_size": 2,
     "max_new_tokens": 2,
     "eval_interval": 0,

@@ -122,6 +122,7 @@ FLAGS = {
     "--shard": "--shard takes several processes, and this is one: start them with torchrun, or add --no-shard",
     "--num-agents 2": "--num-agents 2 takes a --task; an environment has one player",
     "--dataset items.jsonl": "--dataset has no effect without --task",
+    "--eval-size 8": "--eval-size has no effect without --task",
     "--early-termination-threshold 0.5": "--early-termination-threshold has no effect without --task",
     "--early-termination-threshold 0.5 --task number": "--early-termination-threshold takes several turns",
     "--max-output-tokens 5 --max-model-len 4": "--max-output-tokens takes at most --max-model-len, 4, got 5",

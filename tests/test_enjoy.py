@@ -28,12 +28,12 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 def train(folder, script, **flags):
     """A run of one update."""
-    small = {"train_size": 8, "rollout_buffer_size": 8, "num_train_epochs": 1, "eval_size": 4}
+    small = {"train_size": 8, "rollout_buffer_size": 8, "num_train_epochs": 1}
     if script is ppo_llm:
         small |= {"evaluation_interval": 0, "batch_size": 8, "lr_actor": 0.05}
         script.main(script.Args(output_dir=str(folder), **(small | flags)))
     else:
-        small |= {"output_dir": str(folder), "eval_interval": 0, "mini_batch_size": 8}
+        small |= {"output_dir": str(folder), "eval_interval": 0, "eval_size": 4, "mini_batch_size": 8}
         script.main(make_args(script=script, **(small | flags)))
     return str(folder)
 

@@ -27,7 +27,6 @@ SMALL = {  # two updates of two optimiser steps
     "max_turns": 2,
     "max_output_tokens": 4,
     "evaluation_interval": 0,
-    "eval_size": 5,
     "lora_rank": 8,
     "lora_alpha": 16.0,
     "update_epochs": 1,
@@ -211,7 +210,7 @@ def layers_twice(before, after):
     return again > 0 and after.layers == before.layers | Counter(backward=again)
 
 
-NUMBER = {"task": "number", "evaluation_interval": 1}
+NUMBER = {"task": "number", "evaluation_interval": 1, "eval_size": 5}
 ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 TLDR = {"task": "tldr", "max_turns": 1}
 STAGED = {"load_checkpoint": STAGE}
