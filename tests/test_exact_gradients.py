@@ -387,7 +387,7 @@ def actions(num_turns, granularity):
     return num_turns * LENGTH if granularity == "token" else num_turns
 
 
-TURNS = pytest.mark.parametrize("num_turns", [1, 2])
+TURNS = pytest.mark.parametrize("num_turns", [pytest.param(1, marks=pytest.mark.slow), 2])
 ACTIONS = pytest.mark.parametrize("granularity", ["token", "turn"])
 UNBIASED = pytest.mark.parametrize("gae_lambda, values", [(1.0, "arbitrary"), (0.5, "true")])
 

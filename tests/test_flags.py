@@ -186,10 +186,12 @@ ELSEWHERE = {  # and the tests that change them
     "deterministic": "test_release.py",
     "track": "test_run.py",
 }
-CASES = [(name, flag) for name in SCRIPTS for flag in (*TABLE, *OWN[name])]
+OF_IPPO = [("ippo_llm", flag) for flag in (*TABLE, *OWN["ippo_llm"])]
+OF_IAC = [("iac_llm", flag) for flag in OWN["iac_llm"]]
+THE_SAME = [pytest.param("iac_llm", flag, marks=pytest.mark.slow) for flag in TABLE]
 
 
-@pytest.mark.parametrize("name, flag", CASES)
+@pytest.mark.parametrize("name, flag", OF_IPPO + OF_IAC + THE_SAME)
 def test_a_flag_changes_what_happens(tmp_path, name, flag):
     script = SCRIPTS[name]
     value, base, changed = (TABLE | OWN[name])[flag]

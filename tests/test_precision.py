@@ -10,7 +10,7 @@ import ippo_llm
 SMALL = {"train_size": 16, "eval_interval": 0}
 
 
-@pytest.mark.parametrize("script", [ippo_llm, iac_llm])
+@pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 @pytest.mark.parametrize("critic", [True, False])
 def test_weights_of_bfloat16_train(tmp_path, script, mixed_precision, critic):

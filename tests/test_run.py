@@ -122,7 +122,13 @@ def test_a_run_ends_with_its_last_samples_and_where_the_time_went(tmp_path, caps
 @pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(tmp_path, script):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        flags = {"seed": seed, "output_dir": str(tmp_path / name), "use_separate_critic": True, "train_size": 24}
+        flags = {
+            "seed": seed,
+            "output_dir": str(tmp_path / name),
+            "use_separate_critic": True,
+            "train_size": 24,
+            "max_new_tokens": 8,
+        }
         script.main(make_args(script=script, **flags))
     assert len(timeless(tmp_path / "a")) == 3
     assert timeless(tmp_path / "a") == timeless(tmp_path / "b") != timeless(tmp_path / "c")
@@ -133,7 +139,8 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(tmp_path, script
 
 def test_evaluating_or_not_does_not_change_what_is_learned(tmp_path):
     for name, interval in (("a", 1), ("b", 0)):
-        ippo_llm.main(make_args(output_dir=str(tmp_path / name), eval_interval=interval, train_size=24))
+        flags = {"eval_interval": interval, "train_size": 24, "max_new_tokens": 8}
+        ippo_llm.main(make_args(output_dir=str(tmp_path / name), **flags))
     with_evaluations, without = [timeless(tmp_path / name) for name in "ab"]
     assert [row | {"eval/reward_mean": ""} for row in with_evaluations] == without
 
