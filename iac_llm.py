@@ -572,9 +572,9 @@ def sample_with_vllm(agent, rollout, args, generator):
         rollout.sampler_logprobs[row, 0, :L] = torch.tensor(logprobs[row])
 
 
-def evaluate_actor(agent, rollout, args):
+def write_logprobs_and_values(agent, rollout, args):
     """Write what vLLM does not know into a rollout: log pi(a_t|h_t), and V(h_t) of a value head on the actor."""
-    for rows in torch.arange(len(rollout.mask), device=rollout.mask.device).split(args.mini_batch_size):
+    for rows in row_parts(rollout, args):
         part = rollout.select(rows)
         L = part.mask.shape[-1]
         log_pi, hidden_states = forward_policy(agent.actor, part, args)
@@ -611,8 +611,8 @@ def sample(agent, prompts, args, generator):
                 sample_tokens(agent, rollout, rows, args, generator)
     texts = agent.tokenizer.batch_decode(rollout.response_ids[:, 0], skip_special_tokens=True)
     rollout.responses = [[text] for text in texts]
-    if args.use_vllm:
-        evaluate_actor(agent, rollout, args)
+    if args.use_vllm:  # of a rollout that is whole
+        write_logprobs_and_values(agent, rollout, args)
     return rollout.select(torch.arange(B))
 
 
@@ -711,7 +711,7 @@ def scatter(x, played):
 
 
 def forward_policy(model, rollout, args):
-    """log pi(.|h_t) of the distribution that is sampled from, [*, L, vocabulary], and last hidden states [*, L, D]."""
+    """log pi(.|h_t) of all tokens at --temperature, [*, L, vocabulary], and last hidden states [*, L, D]."""
     L = rollout.mask.shape[-1]
     with autocast(model, args):
         out = forward(model, **model_inputs(rollout), keep=L, hidden=True)
@@ -745,11 +745,20 @@ def critic_values(agent, rollout, args):
         return scatter(read_values(agent.value_head, out.hidden_states), rollout.played)
 
 
+def row_parts(rollout, args):
+    """The rows of a rollout, as many at a time as this process has of a mini-batch.
+
+    All processes have as many episodes, so that with --shard they make as many passes.
+    """
+    rows = torch.arange(len(rollout.mask), device=rollout.mask.device)
+    return rows.split(args.mini_batch_size // distributed.world_size())
+
+
 @torch.no_grad()
 def compute_reference_logprobs(agent, rollout, args):
     """log pi_ref(a_t|h_t) [B, T, L] of the initial policy."""
     logprobs = torch.zeros_like(rollout.mask)
-    for rows in torch.arange(len(logprobs), device=logprobs.device).split(args.mini_batch_size):
+    for rows in row_parts(rollout, args):
         part = rollout.select(rows)
         L = part.mask.shape[-1]
         log_pi, _ = forward_policy(agent.reference, part, args)
@@ -763,7 +772,7 @@ def compute_values(agent, rollout, args):
     if agent.critic is None:
         return rollout.values
     values = torch.zeros_like(rollout.mask)
-    for rows in torch.arange(len(values), device=values.device).split(args.mini_batch_size):
+    for rows in row_parts(rollout, args):
         part = rollout.select(rows)
         L = part.mask.shape[-1]
         values[rows, :, :L] = critic_values(agent, part, args)
@@ -865,14 +874,14 @@ def minibatches(batch, args, generator):
 
 
 def sampler_weights(rollout, args):
-    """The weight of each token in the policy's loss, [B, T, L]: pi / pi of vLLM, at most 2; 1 without vLLM."""
+    """The weight of each token in the policy's loss, [B, T, L]: pi_old / pi of vLLM, at most 2; 1 without vLLM."""
     if not args.use_vllm or not args.sampler_correction or not args.do_sample:
         return torch.ones_like(rollout.logprobs)
     return (rollout.logprobs - rollout.sampler_logprobs).exp().clamp(max=MOST_WEIGHT)
 
 
 def iac_loss(agent, minibatch, args):
-    """The loss of a mini-batch and its metrics: means over the mini-batch's tokens or actions."""
+    """The loss of a mini-batch, or a part's share in it, and its metrics: means over its tokens or actions."""
     rollout = minibatch.rollout
     action_mask = minibatch.action_mask
     log_pi, hidden_states = forward_policy(agent.actor, rollout, args)
@@ -887,12 +896,12 @@ def iac_loss(agent, minibatch, args):
 
     log_ratio = (logprobs - rollout.logprobs).detach()
     approx_kl = ((log_ratio.exp() - 1 - log_ratio) * rollout.mask).sum() / minibatch.num_tokens
-    logprobs = logprobs * sampler_weights(rollout, args)
+    weighted_logprobs = sampler_weights(rollout, args) * logprobs
     if args.action_granularity == "turn":  # log pi of a response is the sum over its tokens
-        logprobs = (logprobs * rollout.mask).sum(-1, keepdim=True)
+        weighted_logprobs = (weighted_logprobs * rollout.mask).sum(-1, keepdim=True)
         values = values[..., :1]
 
-    policy_loss = -(logprobs * minibatch.advantages * action_mask).sum() / minibatch.num_actions
+    policy_loss = -(weighted_logprobs * minibatch.advantages * action_mask).sum() / minibatch.num_actions
 
     value_error = (values - minibatch.returns) ** 2
     if args.value_clip_range is not None:
@@ -934,8 +943,7 @@ def describe_drift(rollout, reference_logprobs):
 def describe_update(batch, history, args):
     """What an agent's update was like: metrics of the rollout, and means over its optimiser steps."""
     rollout = batch.rollout
-    lengths = rollout.mask.sum(-1)[rollout.played]
-    metrics = {"response_length": lengths.mean()}
+    metrics = {"response_length": rollout.mask.sum() / distributed.mean(rollout.played.sum())}
     metrics |= average(history)
     metrics["explained_variance"] = explained_variance(batch.returns, batch.old_values, batch.action_mask)
     if args.use_vllm and args.do_sample:

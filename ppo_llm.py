@@ -576,7 +576,7 @@ def collate(episodes, rewards, processed_rewards, items, agent, args):
         response_mask=torch.zeros(B, R, L, dtype=torch.long, device=device),
         turn_of_token=torch.full((B, R, L), -1, device=device),
         logprobs=logprobs,
-        sampler_logprobs=logprobs,
+        sampler_logprobs=logprobs,  # the same tensor, until main computes pi_old anew
         reference_logprobs=torch.zeros(B, R, L, device=device),
         rewards=torch.zeros(B, T, device=device),
         processed_rewards=torch.zeros(B, T, device=device),
@@ -863,11 +863,11 @@ def play_task(agents, task, items, args, generator, phase):
 
 
 def transcript_inputs(rollout, args):
-    """What a model reads: the rows that were played, all of their tokens."""
-    played = rollout.has_tokens
+    """What a model reads: the rows that have tokens, all of them."""
+    rows = rollout.has_tokens
     return {
-        "input_ids": torch.cat([rollout.prompt_ids[played], rollout.response_ids[played]], 1),
-        "attention_mask": torch.cat([rollout.prompt_mask[played], rollout.response_mask[played]], 1),
+        "input_ids": torch.cat([rollout.prompt_ids[rows], rollout.response_ids[rows]], 1),
+        "attention_mask": torch.cat([rollout.prompt_mask[rows], rollout.response_mask[rows]], 1),
         "positions": args.calc_position_embeddings,
     }
 
@@ -949,12 +949,12 @@ def compute_values(agent, rollout, args):
     return values
 
 
-def samples_exactly(args):
+def samples_exactly(agent, args):
     """Whether the log-probabilities of the sampler are those of learning, to 1e-5: full precision, nothing left out.
 
-    vLLM's are of kernels of its own.
+    vLLM's, and those of a quantized base, are of kernels that round by the number of rows.
     """
-    if args.use_vllm:
+    if args.use_vllm or getattr(agent.model.config, "quantization_config", None):
         return False
     full_precision = args.dtype == "float32" and args.mixed_precision == "no"
     full_support = args.top_p == 1 and args.top_k == 0 and args.min_p == 0 and args.min_output_tokens == 0
@@ -1134,7 +1134,10 @@ def sampler_weights(rollout, args):
 
 
 def ppo_loss(agent, minibatch, args):
-    """The actor's loss of a mini-batch and its metrics: means over the mini-batch's tokens."""
+    """The actor's loss of a mini-batch, or a part's share in it, and its metrics: means over its tokens.
+
+    With --turn-level-clip the policy's loss is the mean over its turns.
+    """
     rollout = minibatch.rollout
     log_pi = forward_adapter(agent, agent.actor, rollout, args)
     logprobs = take_logprobs(log_pi, rollout)
@@ -1174,7 +1177,7 @@ def ppo_loss(agent, minibatch, args):
 
 
 def value_loss(agent, minibatch, args):
-    """The critic's loss of a mini-batch and its metric: the mean over the mini-batch's actions."""
+    """The critic's loss of a mini-batch, or a part's share in it, and its metric: the mean over its actions."""
     rollout = minibatch.rollout
     values = action_values(critic_values(agent, rollout, args), rollout, args)
     change = (values - minibatch.old_values).clamp(-args.clip_coef, args.clip_coef)
@@ -1336,7 +1339,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             agent_metrics = {}
             for i, (agent, rollout) in enumerate(zip(agents, rollouts)):
                 run.phase("evaluate")
-                if not samples_exactly(args):
+                if not samples_exactly(agent, args):
                     rollout.logprobs = compute_logprobs(agent, agent.actor, rollout, args)
                 if args.beta > 0:
                     rollout.reference_logprobs = compute_logprobs(agent, agent.reference, rollout, args)

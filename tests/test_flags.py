@@ -33,11 +33,11 @@ def train(tmp_path, script, task=None, **flags):
     return SimpleNamespace(agents=agents, run=run, rows=run.rows, folder=run.folder, most_rows=max(batch_sizes))
 
 
-def baseline(tmp_path, script, flags):
+def baseline(tmp_path_factory, script, flags):
     """The short run with these flags, made once."""
     key = (script.__name__, *sorted(flags.items()))
     if key not in BASELINES:
-        BASELINES[key] = train(tmp_path / "before", script, **flags)
+        BASELINES[key] = train(tmp_path_factory.mktemp("before"), script, **flags)
     return BASELINES[key]
 
 
@@ -192,14 +192,14 @@ THE_SAME = [pytest.param("iac_llm", flag, marks=pytest.mark.slow) for flag in TA
 
 
 @pytest.mark.parametrize("name, flag", OF_IPPO + OF_IAC + THE_SAME)
-def test_a_flag_changes_what_happens(tmp_path, name, flag):
+def test_a_flag_changes_what_happens(tmp_path, tmp_path_factory, name, flag):
     script = SCRIPTS[name]
     value, base, changed = (TABLE | OWN[name])[flag]
     default = getattr(make_args(script=script, **(SMALL | base)), flag)
     if flag == "action_granularity":
         value = {"token": "turn", "turn": "token"}[default]
     assert value != default
-    before = baseline(tmp_path, script, base)
+    before = baseline(tmp_path_factory, script, base)
     assert changed(before, train(tmp_path / "after", script, **(base | {flag: value})))
 
 
@@ -247,11 +247,11 @@ FUNCTIONS = {  # of the trainers' parameters, those that are no flags
 
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_function_of_the_task_changes_what_happens(tmp_path, name, function):
+def test_a_function_of_the_task_changes_what_happens(tmp_path, tmp_path_factory, name, function):
     other, changed = FUNCTIONS[function]
     script = SCRIPTS[name]
     names = ("train_dataset", "eval_dataset", "formatters", "reward_func")
     task = SimpleNamespace(**({name: getattr(number, name) for name in names} | {function: other}))
     base = {"eval_interval": 1, **RAW_ADVANTAGES}
-    before = baseline(tmp_path, script, base)
+    before = baseline(tmp_path_factory, script, base)
     assert changed(before, train(tmp_path / "after", script, task, **base))

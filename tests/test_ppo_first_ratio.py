@@ -1,5 +1,7 @@
 """Before the first step of an update the ratio pi / pi_old is 1; and what is not needed for that is not computed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import make_ppo_args, read_metrics, watch_passes
@@ -36,15 +38,15 @@ KIND = pytest.mark.parametrize("kind", KINDS)
 RUNS = {}  # runs that several tests look at
 
 
-@pytest.fixture
-def train(tmp_path):
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
     """A function of flags: a run of two updates with its `passes` and `log_ratios`, made once."""
 
     def run(**flags):
         key = str(flags)
         if key not in RUNS:
             with pytest.MonkeyPatch.context() as monkeypatch:
-                RUNS[key] = watch_run(monkeypatch, tmp_path, flags)
+                RUNS[key] = watch_run(monkeypatch, tmp_path_factory.mktemp("run"), flags)
         return RUNS[key]
 
     return run
@@ -157,6 +159,13 @@ def test_without_a_penalty_no_metric_is_of_the_reference(train):
     watched = train(beta=0.0)
     (row, _) = read_metrics(watched.run.folder)
     assert not {"kl", "reference_logprob"} & row.keys()
+
+
+def test_a_quantized_base_is_read_again(model):
+    args = ppo_llm.resolve_args(make_ppo_args())
+    assert ppo_llm.samples_exactly(SimpleNamespace(model=model), args)
+    model.config.quantization_config = {"load_in_8bit": True}
+    assert not ppo_llm.samples_exactly(SimpleNamespace(model=model), args)
 
 
 def test_with_a_penalty_metrics_are_of_the_reference(train):

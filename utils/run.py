@@ -109,8 +109,8 @@ class Run:
     """A run under way: a context, in which `updates` goes through the updates, and `log` ends each.
 
     Entering it takes the folder and, with --resume, restores all of the newest checkpoint, of `step` updates. SIGTERM
-    and SIGINT end the run after the update under way. However the loop ends, leaving the context saves. Of many
-    processes only the main one writes.
+    and SIGINT end the run after the update under way. However the loop ends, leaving the context saves, but
+    where one of several processes failed. Of many processes only the main one writes.
 
     Its fields: `step`, updates done; `rows` of metrics.csv; `totals`, seconds by phase; `folder`.
     """
