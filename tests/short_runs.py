@@ -28,7 +28,8 @@ SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "ppo": ppo_llm}
 FLAGS = {"ippo": TEAM, "iac": TEAM, "ppo": ADAPTERS}
 LOSSES = {"ippo": "ippo_loss", "iac": "iac_loss", "ppo": "ppo_loss"}  # what a mini-batch begins with
 
-every_script = pytest.mark.parametrize("script", SCRIPTS)
+# In short, iac is left to the slow tests: it has most of its functions from ippo, to the letter.
+every_script = pytest.mark.parametrize("script", ["ippo", pytest.param("iac", marks=pytest.mark.slow), "ppo"])
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import utils.run
 from utils.cli import UserError
 from utils.distributed import start
 
-SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, iac_llm])
+SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(autouse=True)

@@ -423,7 +423,7 @@ def test_ppo_follows_the_exact_gradient(num_turns, granularity, turn_level_clip,
 
 # --- What is wrong is seen --------------------------------------------------------------------------------------------
 
-SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, iac_llm, ppo_llm])
+SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), ppo_llm])
 
 
 def learn_from_tokens(script, folder, **others):

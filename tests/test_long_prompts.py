@@ -12,7 +12,7 @@ from utils.cli import UserError
 from utils.same import timeless
 from utils.tasks import fit_prompts, lengths, truncate
 
-SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, iac_llm, ppo_llm])
+SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), ppo_llm])
 SHORT = [{"text": "Guess it. " * (k % 3 + 1)} for k in range(16)]
 LONG = {"text": "Guess it. " * 200}
 

@@ -13,7 +13,7 @@ import utils.run
 from benchmark import architectures
 from utils.cli import UserError, parse
 
-SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, iac_llm, ppo_llm])
+SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), ppo_llm])
 ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 
 

@@ -22,7 +22,7 @@ from utils.same import timeless
 from utils.tasks import tldr
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, iac_llm])
+SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
 
 
 def read_samples(folder):

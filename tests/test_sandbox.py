@@ -356,6 +356,7 @@ def test_player_that_cannot_start_is_no_verdict(monkeypatch):
         run_tests([GOOD])
 
 
+@pytest.mark.slow
 def test_64_programs_take_less_than_3_seconds():
     missing_protection()
     seconds = []

@@ -13,7 +13,7 @@ import ippo_llm
 from ippo_llm import Batch, minibatches, play
 from utils.cli import TaskError
 
-SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, iac_llm])
+SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
 PLAIN = {"reward_normalization": False, "advantage_normalization": False, "kl_coef": 0.0, "value_clip_range": None}
 GAMMA = 0.9
 LAMBDA = 0.8
