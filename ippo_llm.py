@@ -1,56 +1,57 @@
 """Independent PPO (IPPO) for N language models that answer together and are scored together, in one file.
 
-Agent i with history h and token a_t ascends, with its own actor theta_i and its own critic phi_i,
+Agent i with history h and action a_t ascends, with its own actor theta_i,
 
-    J(theta_i) = E[ log pi(a_t|h_t) * sum_l (gamma lambda)^l delta_{t+l} + beta H(pi) ],
+    J(theta_i) = E[ log pi(a_t|h_t) A_t + beta H(pi) ],    A_t = sum_l (gamma lambda)^l delta_{t+l},
     delta_t    = r_t + gamma V(h_{t+1}) - V(h_t),    V = 0 after the last action,
 
-without PPO's ratio and clipping of the policy: nothing corrects for the steps that earlier mini-batches of a rollout
-made. r has the team's reward on an agent's last token and a KL penalty on each; the other agents are a part of the
-environment.
-The critic is a model of its own (--use-separate-critic) or a value head on the actor, whose body it then trains too.
+while its own critic phi_i descends (V(h_t) - G_t)^2, clipped, with
+G_t = A_t + V_old(h_t). The A_t of J is a constant, standardised over the rollout. As on CoMLRL's page there is no ratio
+and no clipping of the policy: after a rollout's first mini-batch each is a little off-policy, uncorrected. An action is
+a token, or a whole response (--action-granularity).
+r is the team's reward, standardised over the turns of a rollout, on the last token of a turn, less a KL penalty on each
+token. The other agents are a part of the environment. The critic is a model of its own (--use-separate-critic), or a
+value head on the actor; with a head, the value loss also trains the actor's body.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
 
-Simplified: models stay in eval mode (no dropout: a token is as likely when it is learned from as when it was sampled);
-with --top-p or --top-k the log-probabilities are still those of all tokens.
-CoMLRL documents these, and does not implement them: GAE over tokens, gamma, lambda, the entropy bonus, ppo_epochs.
-Added to its page: many prompts at a time, several turns, a KL penalty, turns as actions, held-out items.
+Simplified: models stay in eval mode, without dropout, so that sampling and learning see the same probabilities; with
+--top-p or --top-k the log-probabilities are still those of all tokens.
+From CoMLRL's page, while its code has none of these: GAE over tokens, gamma, lambda, the entropy bonus, ppo_epochs.
+Added here: many prompts at a time, several turns, a KL penalty, tokens or turns as actions, held-out items.
 Source: IPPO (arXiv 2011.09533), GAE (arXiv 1506.02438), CoMLRL's page on Multi-Agent PPO.
 
-Shapes: B episodes of a rollout, T turns of an episode, P prompt tokens (left-padded), L response tokens (right-padded,
-the end token included). What belongs to a rollout is [B, T, L]; its mask is 1 on sampled tokens, 0 on padding and in
-turns that were not played.
+Shapes: B episodes of a rollout, T turns of an episode, P prompt tokens (left-padded), L response tokens (right-padded),
+K actions of a turn (L tokens, or 1), R turns of a rollout that were played, D units of a hidden state. With several
+processes B counts one process's episodes; distributed.total and distributed.mean are over all processes, and gradients
+are averaged.
 """
 
 import copy
-import math
 import re
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import datasets
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from torch import nn
 from torch.nn.functional import pad
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TopKLogitsWarper, TopPLogitsWarper, set_seed
+from transformers import TopKLogitsWarper, TopPLogitsWarper, set_seed
 
-from utils import checkpoint, distributed, engine, sharding, tasks
-from utils.causal_lm import check_padding, forward
-from utils.cli import Settings, UserError, check_needs, command_line, flags
-from utils.faults import Faults
-from utils.metrics import average, explained_variance, sampler_metrics, team_metrics
-from utils.models import check_model, from_pretrained, loading, per_agent, place
-from utils.prompts import end_tokens, render
-from utils.run import FolderArgs, Run, run_folder
+from utils import causal_lm, distributed, engine, models, sharding, tasks
+from utils.cli import UserError, command_line, flags, needs, not_with
+from utils.metrics import mean_reward, update_metrics
+from utils.prompts import end_tokens, pad_left, render
+from utils.rollouts import Rows
+from utils.run import FolderArgs, Run
 from utils.tasks.made_text import posts
 from utils.tasks.words import STOPWORDS, TRANSITIONS
 
 # --- Args: the flags --------------------------------------------------------------------------------------------------
+# A flag's comment is its help. It has no effect without the flags that `needs` names, or with those of `not_with`.
 
 
 @flags
@@ -64,22 +65,11 @@ class TrainingArgs:
 
 
 @flags
-class ModelArgs:
-    """The agents and their models."""
+class AgentArgs:
+    """The agents. Here and below, what CoMLRL has too has its name."""
 
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder or hub name that agents start from: one for all, or one each
-    model_config: Settings = field(default_factory=dict)  # settings that actors are loaded with, JSON values by name
     num_agents: PositiveInt = 2  # agents in the team, each with its own copy of its model
-    use_separate_critic: bool = False  # give each agent a critic model of its own, instead of a value head on its actor
-    critic_model_name_or_path: tuple[str, ...] = ()  # what separate critics start from, one or one each; none: --model
-    critic_model_config: Settings = field(default_factory=dict)  # settings that critics of that name are loaded with
-    critic_value_head_hidden_dim: PositiveInt | None = None  # hidden units of a separate critic's head; none: linear
-    value_head_hidden_dim: PositiveInt | None = None  # hidden units of the value head on an actor; none: linear
-    dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the models' weights
-    mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass, not attention on a CPU
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
-    trust_remote_code: bool = False  # run code that comes with a hub model
-    shard: bool = False  # let each of several processes hold a part of every model, in place of whole ones (FSDP)
 
 
 @flags
@@ -88,13 +78,16 @@ class SamplingArgs:
 
     num_generations: PositiveInt = 1  # joint samples of each item in a rollout
     num_turns: PositiveInt = 1  # turns of an episode; more than one takes a task with an external_transition
-    early_termination_threshold: float | None = None  # end an episode after a turn with a mean reward above this
-    per_device_train_batch_size: PositiveInt | None = None  # items answered at once on a device; none: the rollout
+    # end an episode after a turn with a raw reward, the agents' mean, above this
+    early_termination_threshold: float | None = None
+    # items sampled at once on a device; none: the rollout
+    per_device_train_batch_size: PositiveInt | None = not_with("use_vllm", default=None)
     max_new_tokens: PositiveInt = 72  # longest response in tokens; a longer one is cut and counts as finished
     do_sample: bool = True  # sample; --no-do-sample: take the likeliest token
     temperature: PositiveFloat = 1.0  # the logits are divided by it
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample from the likeliest tokens that sum up to it
-    top_k: NonNegativeInt = 0  # sample from so many likeliest tokens; 0: from all
+    # sample from the likeliest tokens that sum up to it
+    top_p: Annotated[float, Field(gt=0, le=1)] = needs("do_sample", default=1.0)
+    top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
 
 @flags
@@ -104,12 +97,14 @@ class AlgorithmArgs:
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount factor
     kl_coef: NonNegativeFloat = 0.03  # each token's reward is less kl_coef * (log pi - log pi of the initial model)
     reward_normalization: bool = True  # standardise rewards over the rollout
-    reward_norm_eps: PositiveFloat = 1e-3  # the least standard deviation that rewards are divided by
+    # the least standard deviation that rewards are divided by
+    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)
     advantage_normalization: bool = True  # standardise advantages over the rollout
     entropy_coef: NonNegativeFloat = 0.0  # beta, the weight of the entropy bonus
     value_loss_coef: NonNegativeFloat = 0.02  # weight of the value loss
-    value_clip_range: PositiveFloat | None = 0.2  # most that a value's loss lets it change; none: no clipping
+    value_clip_range: PositiveFloat | None = 0.2  # no gain for a value that moves further to its target; none: any
     mini_batch_size: PositiveInt = 16  # joint samples in an optimiser step, over all processes
+    micro_batch_size: PositiveInt | None = None  # joint samples in a forward pass; none: a process's mini-batch
 
 
 @flags
@@ -139,11 +134,13 @@ class OptimizerArgs:
 @flags
 class Args(
     TrainingArgs,
-    tasks.TaskArgs,
-    FolderArgs,
-    ModelArgs,
+    tasks.TaskArgs,  # --task, --dataset, --train-size ...
+    FolderArgs,  # --output-dir, --resume, --save-interval ...
+    AgentArgs,
+    models.CriticArgs,  # --use-separate-critic, and what critics start from
+    models.LoadingArgs,  # --mixed-precision, --shard ...
     SamplingArgs,
-    engine.VllmArgs,
+    engine.VllmArgs,  # --use-vllm, --sampler-correction
     AlgorithmArgs,
     IPPOArgs,
     OptimizerArgs,
@@ -151,63 +148,22 @@ class Args(
     """All flags."""
 
 
-CRITIC_FLAG = "--critic-model-name-or-path"
-MOST_WEIGHT = 2.0  # at which sampler_weights are truncated
-
-
 def check_args(args):
     """Raise UserError for flags that do not go together, before anything is loaded or written."""
-    processes = distributed.world_size()
-    if args.shard and processes == 1:
-        raise UserError("--shard takes several processes, and this is one: start them with torchrun, or add --no-shard")
-    divisor = args.num_generations * processes
+    distributed.check_flags(args, multiples=("mini_batch_size",))
+    engine.check_vllm_args(args)
+    divisor = args.num_generations * distributed.world_size()
     if args.rollout_buffer_size % divisor:
         takes = f"a multiple of generations x processes, {divisor}"
         raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
-    if args.mini_batch_size % processes:
-        raise UserError(f"--mini-batch-size takes a multiple of {processes} processes, got {args.mini_batch_size}")
-    needs = {
-        "critic_model_name_or_path": "use_separate_critic",
-        "critic_model_config": "critic_model_name_or_path",
-        "critic_value_head_hidden_dim": "use_separate_critic",
-        "reward_norm_eps": "reward_normalization",
-        "top_p": "do_sample",
-        "top_k": "do_sample",
-    }
-    check_needs(args, needs)
-    engine.check_vllm_args(args)
-    if args.use_vllm and args.per_device_train_batch_size:
-        raise UserError("--per-device-train-batch-size has no effect with --use-vllm: --vllm-config has max_num_seqs")
-    if args.value_head_hidden_dim and args.use_separate_critic:
-        raise UserError("--value-head-hidden-dim has no effect with --use-separate-critic")
     if args.early_termination_threshold is not None and args.num_turns == 1:
         raise UserError("--early-termination-threshold has no effect with --num-turns 1")
 
 
-def check_models(args, model=None):
-    """The configuration of each agent's model; `model` stands in for what --model names.
-
-    Raises UserError for a model that is not to be had.
-    """
-    if args.critic_model_name_or_path:
-        for name in per_agent(CRITIC_FLAG, args.critic_model_name_or_path, args.num_agents):
-            settings = args.critic_model_config
-            check_model(name, CRITIC_FLAG, args.trust_remote_code, settings, "--critic-model-config")
-    if model is not None:
-        if args.model_config:
-            raise UserError("--model-config has no effect on a model that is loaded")
-        return [model.config] * args.num_agents
-    configs = []
-    for name in per_agent("--model", args.model, args.num_agents):
-        config = check_model(name, "--model", args.trust_remote_code, args.model_config, "--model-config")
-        if "quantization_config" in args.model_config or hasattr(config, "quantization_config"):
-            raise UserError(f"--model {name}: quantized weights can't learn; ppo_llm.py takes them, under adapters")
-        configs.append(config)
-    return configs
-
-
 # --- The task: data, prompts, reward ----------------------------------------------------------------------------------
 
+# A task is the functions below. With several turns it also has external_transition: it is called with what its
+# signature names (agent_completions, item ...), and returns the agents' next prompts, or None to end the episode.
 columns = ("prompt",)  # what a row of --dataset must have
 MIN_WORDS = 8
 MAX_WORDS = 256
@@ -285,254 +241,138 @@ def pair_reward(short, long):
 
 
 class Agent:
-    """An actor with its critic, which is a model of its own or a head on the actor, and their optimisers."""
+    """An agent's models, their optimisers and schedules."""
 
-    def __init__(self, reference, critic, tokenizer, args):
+    def __init__(self, i, reference, tokenizer, updates, args):
         self.tokenizer = tokenizer
         self.reference = reference  # the initial policy, frozen, and shared by the agents of one model
         self.actor = copy.deepcopy(reference).requires_grad_(True)
-        self.critic = copy.deepcopy(critic).requires_grad_(True) if critic else None
+        self.critic = models.load_critic(i, reference, args)  # None: a head on the actor
+        self.value_head = models.ValueHead(self.critic or reference, args)  # values begin at 0
         if args.shard:
-            sharding.shard_model(self.actor)
-        if args.shard and critic:
-            sharding.shard_model(self.critic)
-        hidden_dim = args.critic_value_head_hidden_dim if critic else args.value_head_hidden_dim
-        self.value_head = build_value_head(critic or reference, hidden_dim)
+            sharding.shard_agent(self)
         self.optimizers = build_optimizers(self, args)
-        self.schedules = []
-        self.engine = get_engine(self.actor, args) if args.use_vllm else None
-        self.faults = Faults("--mini-batch-size", "--actor-learning-rate", halves=not args.shard)
-
-
-def get_engine(actor, args):
-    """vLLM's engine for models such as this one."""
-    longest = args.max_prompt_length and args.max_prompt_length + args.max_new_tokens
-    with sharding.whole_models([actor]):
-        return engine.get_engine(actor, args, longest)
-
-
-def build_value_head(model, hidden_dim):
-    """Hidden states [..., D] to values [..., 1], through one hidden layer where `hidden_dim` is given."""
-    width = model.config.get_text_config().hidden_size
-    layers = []
-    if hidden_dim:
-        layers = [nn.Linear(width, hidden_dim), nn.Tanh()]
-        width = hidden_dim
-    last = nn.Linear(width, 1)
-    nn.init.zeros_(last.weight)  # values start at 0, the mean of standardised rewards
-    nn.init.zeros_(last.bias)
-    return nn.Sequential(*layers, last).to(model.device)
+        self.schedules = [build_schedule(optimizer, updates, args) for optimizer in self.optimizers]
+        self.num_skipped = 0  # gradients in a row that were not finite
+        self.engine = engine.get_engine(self.actor, args, "max_new_tokens") if args.use_vllm else None
 
 
 def build_optimizers(agent, args):
-    """One AdamW for an actor and its value head; two, the critic's own, where the critic is a model."""
-    critic_parameters = list(agent.value_head.parameters())
-    if agent.critic:
-        critic_parameters += agent.critic.parameters()
-    actor_group = {"params": list(agent.actor.parameters()), "lr": args.actor_learning_rate}
-    critic_group = {"params": critic_parameters, "lr": args.critic_learning_rate}
+    """AdamW, one for each model."""
     settings = {
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
     }
+    groups = [[{"params": [*agent.actor.parameters()], "lr": args.actor_learning_rate}]]
+    critic_group = {"params": [*agent.value_head.parameters()], "lr": args.critic_learning_rate}
     if agent.critic:
-        return [torch.optim.AdamW([actor_group], **settings), torch.optim.AdamW([critic_group], **settings)]
-    return [torch.optim.AdamW([actor_group, critic_group], **settings)]
+        critic_group["params"] += agent.critic.parameters()
+        groups.append([critic_group])
+    else:  # the value head learns with the actor
+        groups[0].append(critic_group)
+    return [torch.optim.AdamW(group, **settings) for group in groups]
 
 
-def load_model(auto_class, flag, name, settings, args, device):
-    """A frozen model in eval mode, from a folder or the hub. Raises UserError, naming the flag."""
-    with loading(flag, name) as path:
-        model = from_pretrained(
-            auto_class,
-            path,
-            dtype=getattr(torch, args.dtype),
-            attn_implementation=args.attn_implementation,
-            trust_remote_code=args.trust_remote_code,
-            **settings,
-        )
-    model.to(device).eval().requires_grad_(False)
-    check_padding(model, name)
-    return model
+def build_schedule(optimizer, updates, args):
+    """Learning rates that are held for half of the updates, then lowered to 0 (--anneal-lr)."""
 
+    def remaining(step):
+        return min(1.0, max(0.0, 2.0 * (1.0 - step / updates))) if args.anneal_lr else 1.0
 
-def load_tokenizer(name, args):
-    """A model's tokenizer. Raises UserError."""
-    with loading("--model", name) as path:
-        options = place(args.model_config)
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
-
-
-def add_padding(tokenizer):
-    """Give a tokenizer a padding token where it has none: its end token. Raises UserError where it has neither."""
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        raise UserError("--model: its tokenizer has neither a padding token nor an end token")
+    return LambdaLR(optimizer, remaining)
 
 
 def build_agents(args, device, updates, model=None, tokenizer=None):
     """N agents from what the flags name, or from copies of `model` and `tokenizer`. Raises UserError."""
-    references = {}  # by name: agents of one name share a reference
-    tokenizers = {}
-    critics = {None: None}
+    tokenizers = models.load_tokenizers(args, tokenizer)
+    references = models.load_models("model", "model_config", args, device, model)
     agents = []
-    names = per_agent("--model", args.model, args.num_agents)
-    critic_names = per_agent(CRITIC_FLAG, args.critic_model_name_or_path or (None,), args.num_agents)
-    for name, critic_name in zip(names, critic_names):
-        if name not in references:
-            if model is None:
-                references[name] = load_model(AutoModelForCausalLM, "--model", name, args.model_config, args, device)
-            else:
-                references[name] = copy.deepcopy(model).to(device).eval().requires_grad_(False)
-                check_padding(references[name], "the model")
-            tokenizers[name] = copy.deepcopy(tokenizer) if tokenizer else load_tokenizer(name, args)
-            add_padding(tokenizers[name])
-        if critic_name not in critics:
-            critics[critic_name] = load_model(
-                AutoModel, CRITIC_FLAG, critic_name, args.critic_model_config, args, device
-            )
-        critic = critics[critic_name]
-        if critic is not None:
-            check_vocabulary(critic, critic_name, tokenizers[name])
-        elif args.use_separate_critic:
-            critic = references[name].base_model
-        agents.append(Agent(references[name], critic, tokenizers[name], args))
+    for i in range(args.num_agents):
+        agents.append(Agent(i, references[i], tokenizers[i], updates, args))
     if args.shard:
-        for reference in references.values():
-            sharding.shard_model(reference)
-    for agent in agents:
-        for optimizer in agent.optimizers:
-            agent.schedules.append(LambdaLR(optimizer, lambda step: remaining_lr(step, updates, args)))
+        sharding.shard_models(references)
     return agents
-
-
-def prompt_readers(args, configs, tokenizer=None):
-    """Of each agent its tokenizer, and the most tokens of a prompt, or None. Raises UserError."""
-    names = per_agent("--model", args.model, args.num_agents)
-    tokenizers = {name: tokenizer or load_tokenizer(name, args) for name in names}
-    return [(tokenizers[name], prompt_limit(config, args)) for name, config in zip(names, configs)]
-
-
-def check_vocabulary(critic, name, tokenizer):
-    """Raise UserError where a critic does not know all tokens of the actor it judges."""
-    size = critic.config.get_text_config().vocab_size
-    if size < len(tokenizer):
-        raise UserError(f"{CRITIC_FLAG} {name} knows {size} tokens, the actor's tokenizer has {len(tokenizer)}")
-
-
-def remaining_lr(step, updates, args):
-    """The share of the learning rates that is left after `step` updates."""
-    return min(1.0, 2.0 * (1.0 - step / updates)) if args.anneal_lr else 1.0
 
 
 # --- Rollouts: every agent answers, the team is scored ----------------------------------------------------------------
 
 
 @dataclass
-class Rollout:
-    """What one agent did in B episodes of up to T turns; a turn that was not played is 0 in all tensors."""
+class Rollout(Rows):
+    """What one agent did in B episodes of up to T turns; a turn that was not played is 0 in all tensors.
 
-    prompt_ids: torch.Tensor  # [B, T, P]
-    prompt_mask: torch.Tensor  # [B, T, P] 1 on tokens
-    response_ids: torch.Tensor  # [B, T, L]
-    mask: torch.Tensor  # [B, T, L] 1 on sampled tokens, up to and including the first end token
-    logprobs: torch.Tensor  # [B, T, L] log pi(a_t|h_t), of the logits divided by the temperature
-    sampler_logprobs: torch.Tensor  # [B, T, L] vLLM's, of the distribution that it sampled from; 0 without vLLM
-    values: torch.Tensor  # [B, T, L] V(h_t) of a value head on the actor; 0 where the critic is a model of its own
-    rewards: torch.Tensor  # [B, T] as reward_func gave them
-    processed_rewards: torch.Tensor  # [B, T] as reward_processor left them, which is what is learned from
+    From Rows: select, split and map take some of the episodes, without the columns that are padding in all of them (map
+    pads again what it returns); stack joins turns. The samples of one item (--num-generations) are neighbours.
+    """
+
+    ids: torch.Tensor  # [B, T, P + L] prompt and response
+    attention_mask: torch.Tensor  # [B, T, P + L] 1 on tokens, 0 on padding
+    response_mask: torch.Tensor  # [B, T, L] 1 on sampled tokens, the end token included
+    logprobs: torch.Tensor  # [B, T, L] log pi(a_t|h_t) at --temperature; where vLLM sampled: its own, until learn
+    sampler_logprobs: torch.Tensor  # [B, T, L] those of the sampler
+    values: torch.Tensor  # [B, T, L] V(h_t) of a value head, as read in sampling; 0: not read
+    rewards: torch.Tensor  # [B, T] what is learned from: the raw rewards, or what reward_processor made of them
+    raw_rewards: torch.Tensor  # [B, T] what is reported: the rewards as reward_func gave them
     prompts: list  # B lists of a string for each turn played
     responses: list  # B lists of a string for each turn played
 
     @property
     def played(self):
         """[B, T] whether a turn was played."""
-        return self.mask.any(-1)
+        return self.response_mask.any(-1)
 
-    def select(self, rows):
-        """The episodes of these rows, trimmed to their longest prompt and their longest response."""
-        P = int(self.prompt_mask[rows].sum(-1).max())
-        L = int(self.mask[rows].sum(-1).max())
-        return Rollout(
-            prompt_ids=self.prompt_ids[rows, :, -P:],
-            prompt_mask=self.prompt_mask[rows, :, -P:],
-            response_ids=self.response_ids[rows, :, :L],
-            mask=self.mask[rows, :, :L],
-            logprobs=self.logprobs[rows, :, :L],
-            sampler_logprobs=self.sampler_logprobs[rows, :, :L],
-            values=self.values[rows, :, :L],
-            rewards=self.rewards[rows],
-            processed_rewards=self.processed_rewards[rows],
-            prompts=[self.prompts[row] for row in rows.tolist()],
-            responses=[self.responses[row] for row in rows.tolist()],
-        )
-
-
-def check_length(length, config, args):
-    """Raise UserError for a prompt of so many tokens that is too long for the flags, or for the model."""
-    if args.max_prompt_length and length > args.max_prompt_length:
-        raise UserError(f"a prompt of {length} tokens exceeds --max-prompt-length {args.max_prompt_length}")
-    room = engine.max_length(config, args)
-    if room and length + args.max_new_tokens > room:
-        sizes = f"--max-new-tokens {args.max_new_tokens} after a prompt of {length}"
-        raise UserError(f"{sizes} exceeds the model's {room} positions")
-
-
-def prompt_limit(config, args):
-    """The most tokens of a prompt, or None. Raises UserError where the model has no room for so many."""
-    check_length(args.max_prompt_length or 1, config, args)
-    room = engine.max_length(config, args)
-    return args.max_prompt_length or (room and room - args.max_new_tokens)
+    @property
+    def response_ids(self):
+        """[B, T, L] the sampled tokens."""
+        return self.ids[..., -self.response_mask.shape[-1] :]
 
 
 def encode(prompts, agent, args):
-    """Token ids and mask of B prompts, each [B, P], left-padded. Raises UserError where one is too long."""
-    ids = agent.tokenizer(prompts, add_special_tokens=False).input_ids
-    if args.long_prompts == "truncate":
-        most = prompt_limit(agent.actor.config, args)
-        ids = [tasks.truncate(row, most, agent.tokenizer) for row in ids]
-    check_length(max(len(row) for row in ids), agent.actor.config, args)
-    batch = agent.tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
-    return batch.input_ids.to(agent.actor.device), batch.attention_mask.to(agent.actor.device)
+    """Token ids of B prompts, strings, a list for each. Raises UserError where one is too long."""
+    limit = tasks.prompt_limit(agent.actor.config, args, "max_new_tokens")
+    return limit.encode(prompts, agent.tokenizer)
 
 
-def choose(logits, args, generator):
+def choose_tokens(logits, args, generator, greedy):
     """Next tokens [B] from logits [B, vocabulary], already divided by the temperature."""
-    if not args.do_sample:
+    if greedy:
         return logits.argmax(-1)
     if args.top_k:
         logits = TopKLogitsWarper(args.top_k)(None, logits)
     if args.top_p < 1:
         logits = TopPLogitsWarper(args.top_p)(None, logits)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    probabilities = logits.softmax(-1)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
 
 
-def autocast(model, args):
-    """Within it forward passes run in --mixed-precision."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16")
+def take_logprobs(log_pi, tokens):
+    """log pi [...] of the tokens [...], from log pi [..., vocabulary] of all tokens."""
+    return log_pi.gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def sample_tokens(agent, rollout, rows, args, generator):
-    """Let an agent answer the prompts of these rows of a rollout of one turn, token by token, into the rollout.
+def sample_tokens(agent, rollout, rows, args, generator, greedy):
+    """Let an agent answer the prompts in these rows of a rollout of one turn, token by token, into the rollout.
 
     Rows that have ended are dropped from the batch and from the cache: only rows that still run are computed.
     """
-    actor = agent.actor
-    end_ids = torch.tensor(end_tokens(actor, agent.tokenizer), device=actor.device)
-    input_ids = rollout.prompt_ids[rows, 0]
-    attention_mask = rollout.prompt_mask[rows, 0]
+    end_ids = torch.tensor(end_tokens(agent.actor, agent.tokenizer), device=rows.device)
+    P = rollout.ids.shape[-1] - args.max_new_tokens
+    input_ids = rollout.ids[rows, 0, :P]
     cache = None
     for t in range(args.max_new_tokens):
-        out = forward(actor, input_ids, attention_mask, cache, keep=1, use_cache=True, hidden=agent.critic is None)
+        mask = rollout.attention_mask[rows, 0, : P + t]
+        out = causal_lm.forward(
+            agent.actor, input_ids, mask, cache, keep=1, use_cache=True, hidden=agent.critic is None
+        )
         logits = out.logits[:, -1].float() / args.temperature
-        tokens = choose(logits, args, generator)
-        rollout.response_ids[rows, 0, t] = tokens
-        rollout.mask[rows, 0, t] = 1.0
-        rollout.logprobs[rows, 0, t] = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+        tokens = choose_tokens(logits, args, generator, greedy)
+        rollout.ids[rows, 0, P + t] = tokens
+        rollout.attention_mask[rows, 0, P + t] = 1
+        rollout.response_mask[rows, 0, t] = 1.0
+        rollout.logprobs[rows, 0, t] = take_logprobs(logits.log_softmax(-1), tokens)
         if agent.critic is None:
-            rollout.values[rows, 0, t] = read_values(agent.value_head, out.hidden_states[:, -1])
+            rollout.values[rows, 0, t] = agent.value_head(out.hidden_states[:, -1])
 
         running = ~torch.isin(tokens, end_ids)
         if not running.any():
@@ -542,275 +382,209 @@ def sample_tokens(agent, rollout, rows, args, generator):
             cache.reorder_cache(running.nonzero().squeeze(1))
         rows = rows[running]
         input_ids = tokens[running, None]
-        attention_mask = pad(attention_mask[running], (0, 1), value=1)
-
-
-def hand_over(agent, args):
-    """Give vLLM the agent's weights. Raises UserError where it then has others."""
-    agent.engine.load_weights(agent.actor)
-    with autocast(agent.actor, args):
-        agent.engine.check(lambda ids: forward(agent.actor, ids, keep=1).logits[:, -1])
-
-
-def sample_with_vllm(agent, rollout, args, generator):
-    """Let an agent answer all prompts of a rollout of one turn, into the rollout, but for logprobs and values."""
-    hand_over(agent, args)
-    settings = {
-        "max_tokens": args.max_new_tokens,
-        "stop_token_ids": end_tokens(agent.actor, agent.tokenizer),
-        "temperature": args.temperature if args.do_sample else 0.0,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
-    }
-    prompts = []
-    for ids, mask in zip(rollout.prompt_ids[:, 0], rollout.prompt_mask[:, 0]):
-        prompts.append(ids[mask > 0].tolist())
-    responses, logprobs = agent.engine.sample(prompts, settings, generator)
-    for row, ids in enumerate(responses):
-        L = len(ids)
-        rollout.response_ids[row, 0, :L] = torch.tensor(ids)
-        rollout.mask[row, 0, :L] = 1.0
-        rollout.sampler_logprobs[row, 0, :L] = torch.tensor(logprobs[row])
-
-
-def write_logprobs_and_values(agent, rollout, args):
-    """Write what vLLM does not know into a rollout: log pi(a_t|h_t), and V(h_t) of a value head on the actor."""
-    for rows in row_parts(rollout, args):
-        part = rollout.select(rows)
-        L = part.mask.shape[-1]
-        log_pi, hidden_states = forward_policy(agent.actor, part, args)
-        rollout.logprobs[rows, :, :L] = take_logprobs(log_pi, part)
-        if agent.critic is None:
-            rollout.values[rows, :, :L] = scatter(read_values(agent.value_head, hidden_states), part.played)
 
 
 @torch.no_grad()
-def sample(agent, prompts, args, generator):
-    """Let an agent answer B prompts, strings: a rollout of one turn, without rewards. Raises UserError."""
-    B = len(prompts)
-    prompt_ids, prompt_mask = encode(prompts, agent, args)
-    blank = torch.zeros(B, 1, args.max_new_tokens, device=prompt_ids.device)
+def sample(agent, prompts, args, generator, greedy=False):
+    """Let an agent answer B prompts, strings: a rollout of one turn, without rewards. Raises UserError.
+
+    `greedy`: the likeliest tokens, as with --no-do-sample.
+    """
+    greedy = greedy or not args.do_sample
+    L = args.max_new_tokens
+    prompt_ids = encode(prompts, agent, args)
+    ids, attention_mask = pad_left(prompt_ids, agent.tokenizer, agent.actor.device)
+    blank = torch.zeros(len(prompts), 1, L, device=ids.device)
     rollout = Rollout(
-        prompt_ids=prompt_ids[:, None],
-        prompt_mask=prompt_mask[:, None],
-        response_ids=torch.full_like(blank, agent.tokenizer.pad_token_id, dtype=torch.long),
-        mask=blank.clone(),
+        ids=pad(ids, (0, L), value=agent.tokenizer.pad_token_id)[:, None],
+        attention_mask=pad(attention_mask, (0, L))[:, None],
+        response_mask=blank.clone(),
         logprobs=blank.clone(),
         sampler_logprobs=blank.clone(),
         values=blank.clone(),
         rewards=blank[..., 0].clone(),
-        processed_rewards=blank[..., 0].clone(),
+        raw_rewards=blank[..., 0].clone(),
         prompts=[[prompt] for prompt in prompts],
-        responses=[],
+        responses=[[] for _ in prompts],
     )
-    if args.use_vllm:
-        sample_with_vllm(agent, rollout, args, generator)
+    rows = torch.arange(len(prompts), device=ids.device)
+    if agent.engine:
+        agent.engine.hand_over(agent.actor)
+        end_ids = end_tokens(agent.actor, agent.tokenizer)
+        responses = agent.engine.sample(prompt_ids, L, end_ids, args, generator, greedy)
+        rollout.write_responses(*responses)
     else:
-        chunk_size = (args.per_device_train_batch_size or B) * args.num_generations
-        with autocast(agent.actor, args):
-            for rows in torch.arange(B, device=blank.device).split(chunk_size):
-                sample_tokens(agent, rollout, rows, args, generator)
+        size = args.per_device_train_batch_size or len(rows)  # of items
+        with causal_lm.autocast(agent.actor):  # forward would cast the weights for each token; here once
+            for chunk in rows.split(size * args.num_generations):
+                sample_tokens(agent, rollout, chunk, args, generator, greedy)
+    rollout.sampler_logprobs = rollout.logprobs
     texts = agent.tokenizer.batch_decode(rollout.response_ids[:, 0], skip_special_tokens=True)
     rollout.responses = [[text] for text in texts]
-    if args.use_vllm:  # of a rollout that is whole
-        write_logprobs_and_values(agent, rollout, args)
-    return rollout.select(torch.arange(B))
+    return rollout.select(rows)  # without columns of padding
 
 
-def act(agent, prompts, args, generator=None):
-    """An agent's responses, B strings, to B prompts, strings or chats; with no generator those of the likeliest tokens.
-
-    Raises UserError.
-    """
-    if generator is None:
-        args = replace(args, do_sample=False, top_p=1.0, top_k=0)
+def act(agent, prompts, args, generator=None, greedy=False):
+    """An agent's responses, B strings, to B prompts, strings or chats; no generator: torch's own. Raises UserError."""
     texts = [render(prompt, agent.tokenizer) for prompt in prompts]
-    rollout = sample(agent, texts, args, generator)
+    rollout = sample(agent, texts, args, generator, greedy)
     return [turns[0] for turns in rollout.responses]
 
 
-def join(turns, rows, B, T):
-    """One agent's rollouts of single turns as one of B episodes; `rows` has the episodes that played in each turn."""
-    tensors = {}
-    for name in ("prompt_ids", "prompt_mask"):
-        tensors[name] = stack([getattr(turn, name) for turn in turns], rows, (B, T), padding="left")
-    for name in ("response_ids", "mask", "logprobs", "sampler_logprobs", "values", "rewards", "processed_rewards"):
-        tensors[name] = stack([getattr(turn, name) for turn in turns], rows, (B, T), padding="right")
-    prompts = [[] for _ in range(B)]
-    responses = [[] for _ in range(B)]
-    for turn, episodes in zip(turns, rows):
-        for row, episode in enumerate(episodes):
-            prompts[episode] += turn.prompts[row]
-            responses[episode] += turn.responses[row]
-    return Rollout(**tensors, prompts=prompts, responses=responses)
-
-
-def stack(xs, rows, shape, padding):
-    """Tensors [B_t, 1, ...] of the episodes that played in each turn, as one [B, T, ...], 0 elsewhere."""
-    if xs[0].dim() == 2:
-        return stack([x[..., None] for x in xs], rows, shape, padding).squeeze(-1)
-    width = max(x.shape[-1] for x in xs)
-    stacked = xs[0].new_zeros(*shape, width)
-    for t, x in enumerate(xs):
-        columns = slice(width - x.shape[-1], None) if padding == "left" else slice(x.shape[-1])
-        stacked[rows[t], t, columns] = x[:, 0]
-    return stacked
-
-
-def play(agents, task, items, args, generator, phase):
+def play(agents, task, items, args, generator, phase=lambda name: None):
     """Play an episode of each of B items, turn by turn: every agent answers, the team is scored. N rollouts.
 
-    `phase` is called with the name of what takes the time. Raises TaskError where the task fails.
+    An episode ends after --num-turns turns, after one with a reward above --early-termination-threshold, or where
+    external_transition returns None. tasks.Episodes keeps what each agent has read and written, calls the task's
+    functions of these names, and checks what they return; a reward_func that raises is asked once more. `phase` is
+    called with the name of what takes the time. Raises TaskError where the task fails.
     """
-    episodes = tasks.Episodes(
-        task, items, args.num_agents, args.num_turns, args.early_termination_threshold, args.reward_timeout
-    )
+    threshold = args.early_termination_threshold
+    episodes = tasks.Episodes(task, items, args.num_agents, args.num_turns, args.reward_timeout)
+    running = list(range(len(items)))  # the episodes that go on
+    rows = []  # of each turn the episodes that played it
     turns = []  # of each turn the agents' N rollouts
-    rows = []  # of each turn the episodes that played
-    while episodes.running:
-        rows.append(list(episodes.running))
-        phase("sample")
-        rollouts = []
-        for i, agent in enumerate(agents):
-            prompts = episodes.prompts(i, agent.tokenizer)
-            rollouts.append(sample(agent, prompts, args, generator))
-        phase("reward")
-        score_turn(episodes, rollouts)
-        turns.append(rollouts)
-    return [join(agent_turns, rows, len(items), args.num_turns) for agent_turns in zip(*turns)]
+    with sharding.whole_models([agent.actor for agent in agents]):
+        for turn in range(args.num_turns):
+            if not running:
+                break
+            phase("sample")
+            prompts = []  # N lists of strings: the formatters', then external_transition's
+            rollouts = []
+            for i, agent in enumerate(agents):
+                prompts.append(episodes.prompts(i, running, agent.tokenizer))
+                rollouts.append(sample(agent, prompts[i], args, generator))
+            rows.append(running)
+            turns.append(rollouts)
 
+            phase("reward")
+            responses = [[texts[0] for texts in rollout.responses] for rollout in rollouts]
+            raw_rewards, rewards = episodes.reward_func(running, prompts, responses)  # each [N][len(running)]
+            for i, rollout in enumerate(rollouts):
+                rollout.raw_rewards[:, 0] = torch.tensor(raw_rewards[i])
+                rollout.rewards[:, 0] = torch.tensor(rewards[i])
 
-def score_turn(episodes, rollouts):
-    """Give the N rollouts of a turn the task's rewards, and let the task say who goes on, and from which prompts."""
-    prompts = []
-    responses = []
-    for rollout in rollouts:
-        prompts.append([texts[0] for texts in rollout.prompts])
-        responses.append([texts[0] for texts in rollout.responses])
-    rewards, processed_rewards = episodes.score(responses, prompts)  # task.reward_func: N lists of B floats
-    for i, rollout in enumerate(rollouts):
-        rollout.rewards[:, 0] = torch.tensor(rewards[i])
-        rollout.processed_rewards[:, 0] = torch.tensor(processed_rewards[i])
+            running = []
+            for k, agent_rewards in zip(rows[-1], zip(*raw_rewards)):
+                team_reward = sum(agent_rewards) / args.num_agents  # as reward_func gave it
+                good_enough = threshold is not None and team_reward > threshold
+                if good_enough or turn + 1 == args.num_turns:
+                    continue
+                next_prompts = episodes.external_transition(k)
+                if next_prompts is not None:
+                    episodes.add_prompts(k, next_prompts)
+                    running.append(k)
+    shape = (len(items), args.num_turns)
+    return [Rollout.stack(agent_turns, rows, shape) for agent_turns in zip(*turns)]
 
 
 # --- Learning: log-probabilities, values, rewards, advantages, the loss -----------------------------------------------
 
 
 def model_inputs(rollout):
-    """What a model reads to predict every response token of the turns that were played, a row each."""
+    """What a model reads to predict every response token, a row for each turn that was played."""
     played = rollout.played
-    mask = torch.cat([rollout.prompt_mask[played], rollout.mask[played].long()], 1)
-    ids = torch.cat([rollout.prompt_ids[played], rollout.response_ids[played]], 1)
-    return {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}  # nothing is predicted from the last token
+    ids = rollout.ids[played][:, :-1]  # nothing is predicted from the last token
+    return {"input_ids": ids, "attention_mask": rollout.attention_mask[played][:, :-1]}
 
 
 def scatter(x, played):
-    """[*, L] of the turns that were played, a row each, as [B, T, L], 0 elsewhere."""
+    """[R, L], a row for each turn that was played, as [B, T, L], 0 elsewhere."""
     scattered = x.new_zeros(*played.shape, x.shape[-1])
     scattered[played] = x
     return scattered
 
 
-def forward_policy(model, rollout, args):
-    """log pi(.|h_t) of all tokens at --temperature, [*, L, vocabulary], and last hidden states [*, L, D]."""
-    L = rollout.mask.shape[-1]
-    with autocast(model, args):
-        out = forward(model, **model_inputs(rollout), keep=L, hidden=True)
-    log_pi = (out.logits.float() / args.temperature).log_softmax(-1)
-    return log_pi, out.hidden_states
+def forward_policy(policy, rollout, args, hidden=False):
+    """log pi(.|h_t) at --temperature, [R, L, vocabulary], and, if they are asked for, last hidden states [R, L, D]."""
+    L = rollout.logprobs.shape[-1]
+    out = causal_lm.forward(policy, **model_inputs(rollout), keep=L, hidden=hidden)
+    logits = out.logits.float() / args.temperature
+    return logits.log_softmax(-1), out.hidden_states
 
 
-def take_logprobs(log_pi, rollout):
-    """log pi(a_t|h_t) [B, T, L] of the tokens that were sampled."""
-    played = rollout.played
-    tokens = rollout.response_ids[played][..., None]
-    return scatter(log_pi.gather(-1, tokens).squeeze(-1), played)
+def read_values(agent, rollout, hidden_states=None):
+    """V(h_t) [B, T, L], read where a_t is predicted, of hidden states [R, L, D]; none: the critic model makes them."""
+    if hidden_states is None:
+        L = rollout.logprobs.shape[-1]
+        critic = agent.critic or agent.actor
+        hidden_states = causal_lm.forward(critic, **model_inputs(rollout), keep=L, hidden=True).hidden_states
+    return scatter(agent.value_head(hidden_states), rollout.played)
 
 
-def take_entropy(log_pi, rollout):
-    """The entropy of pi(.|h_t) in nats, [B, T, L], over the whole vocabulary."""
-    return scatter(-(log_pi.exp() * log_pi).sum(-1), rollout.played)
+def policy_and_values(agent, rollout, args):
+    """log pi(a_t|h_t), the entropy of pi(.|h_t) over all tokens in nats, and V(h_t), each [B, T, L]."""
+    log_pi, hidden_states = forward_policy(agent.actor, rollout, args, hidden=agent.critic is None)
+    tokens = rollout.response_ids[rollout.played]
+    logprobs = scatter(take_logprobs(log_pi, tokens), rollout.played)
+    if args.entropy_coef == 0:
+        log_pi = log_pi.detach()  # the entropy is a metric only
+    entropy = scatter(-(log_pi.exp() * log_pi).sum(-1), rollout.played)
+    return logprobs, entropy, read_values(agent, rollout, hidden_states)
 
 
-def read_values(value_head, hidden_states):
-    """[..., D] hidden states to [...] values, in float32."""
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        return value_head(hidden_states.float()).squeeze(-1)
-
-
-def critic_values(agent, rollout, args):
-    """V(h_t) [B, T, L] of a separate critic, read at the positions whose logits predict a_t."""
-    L = rollout.mask.shape[-1]
-    with autocast(agent.critic, args):
-        out = forward(agent.critic, **model_inputs(rollout), keep=L)
-        return scatter(read_values(agent.value_head, out.hidden_states), rollout.played)
-
-
-def row_parts(rollout, args):
-    """The rows of a rollout, as many at a time as this process has of a mini-batch.
-
-    All processes have as many episodes, so that with --shard they make as many passes.
-    """
-    rows = torch.arange(len(rollout.mask), device=rollout.mask.device)
-    return rows.split(args.mini_batch_size // distributed.world_size())
+def forward_size(args):
+    """Episodes in a forward pass."""
+    return args.micro_batch_size or args.mini_batch_size // distributed.world_size()
 
 
 @torch.no_grad()
-def compute_reference_logprobs(agent, rollout, args):
-    """log pi_ref(a_t|h_t) [B, T, L] of the initial policy."""
-    logprobs = torch.zeros_like(rollout.mask)
-    for rows in row_parts(rollout, args):
-        part = rollout.select(rows)
-        L = part.mask.shape[-1]
-        log_pi, _ = forward_policy(agent.reference, part, args)
-        logprobs[rows, :, :L] = take_logprobs(log_pi, part)
-    return logprobs
+def compute_logprobs(policy, rollout, args):
+    """log pi(a_t|h_t) [B, T, L] of a policy."""
+
+    def compute(part):
+        log_pi, _ = forward_policy(policy, part, args)
+        return scatter(take_logprobs(log_pi, part.response_ids[part.played]), part.played)
+
+    return rollout.map(compute, forward_size(args))
 
 
 @torch.no_grad()
 def compute_values(agent, rollout, args):
-    """V(h_t) [B, T, L]; those of a value head on the actor were computed while it sampled."""
-    if agent.critic is None:
+    """V(h_t) [B, T, L] before the update. A value head's were read in sampling, unless vLLM sampled."""
+    if agent.critic is None and not args.use_vllm:
         return rollout.values
-    values = torch.zeros_like(rollout.mask)
-    for rows in row_parts(rollout, args):
-        part = rollout.select(rows)
-        L = part.mask.shape[-1]
-        values[rows, :, :L] = critic_values(agent, part, args)
-    return values
-
-
-def masked_mean(x, mask):
-    """This process's share of the mean of x over the mask's ones: averaged over the processes, it is the mean."""
-    return (x * mask).sum() / distributed.mean(mask.sum())
+    return rollout.map(lambda part: read_values(agent, part), forward_size(args))
 
 
 def standardise(x, mask, eps=1e-6):
-    """(x - mean) / max(deviation, eps) over the mask's ones in all processes, 0 elsewhere."""
+    """(x - mean) / max(deviation, eps) where the mask is 1, in all processes; 0 elsewhere."""
     count = distributed.total(mask.sum())
     mean = distributed.total((x * mask).sum()) / count
-    deviation = (distributed.total(((x - mean) ** 2 * mask).sum()) / count).sqrt()
-    return (x - mean) / deviation.clamp(min=eps) * mask
+    variance = distributed.total(((x - mean) ** 2 * mask).sum()) / count
+    return (x - mean) / variance.sqrt().clamp(min=eps) * mask
 
 
 def token_rewards(rollout, reference_logprobs, args):
     """[B, T, L]: a turn's reward on its last token, and -kl_coef (log pi - log pi_ref) on every token."""
-    rewards = rollout.processed_rewards
+    turn_rewards = rollout.rewards
     if args.reward_normalization:
-        rewards = standardise(rewards, rollout.played.float(), args.reward_norm_eps)
-    last = rollout.mask - pad(rollout.mask[..., 1:], (0, 1))  # 1 on the last token of each turn
-    log_ratio = (rollout.logprobs - reference_logprobs) * rollout.mask
-    return -args.kl_coef * log_ratio + last * rewards[..., None]
+        turn_rewards = standardise(turn_rewards, rollout.played.float(), args.reward_norm_eps)
+    next_mask = pad(rollout.response_mask[..., 1:], (0, 1))
+    last_tokens = rollout.response_mask - next_mask
+    rewards = last_tokens * turn_rewards[..., None]
+    if reference_logprobs is not None:
+        rewards = rewards - args.kl_coef * (rollout.logprobs - reference_logprobs) * rollout.response_mask
+    return rewards
 
 
-def group_actions(rewards, values, mask, args):
-    """What belongs to tokens, [B, T, L], as what belongs to actions, [B, T, K]: tokens (K = L) or turns (K = 1).
+def sampler_weights(rollout, args):
+    """[B, T, L] weights of tokens in the policy's loss: pi_old / pi of vLLM, at most 2, where it sampled; else 1."""
+    if args.use_vllm and args.sampler_correction and args.do_sample:
+        return (rollout.logprobs - rollout.sampler_logprobs).exp().clamp(max=2.0)
+    return torch.ones_like(rollout.logprobs)
 
-    A turn's reward is the sum over its tokens, its value that of its prompt, which is read before its first token.
-    """
+
+def sum_over_actions(x, rollout, args):
+    """Rewards or log-probabilities of tokens, [B, T, L], as those of actions, [B, T, K]: a turn's are the sum."""
     if args.action_granularity == "token":
-        return rewards, values, mask
-    return rewards.sum(-1, keepdim=True), values[..., :1], mask[..., :1]
+        return x
+    return (x * rollout.response_mask).sum(-1, keepdim=True)
+
+
+def first_of_actions(x, args):
+    """Values or the mask of tokens, [B, T, L], as those of actions, [B, T, K]: a turn's is that of its first token."""
+    return x if args.action_granularity == "token" else x[..., :1]
 
 
 def gae(rewards, values, mask, gamma, gae_lambda):
@@ -837,90 +611,64 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 
 
 @dataclass
-class Batch:
-    """Episodes of a rollout, and what their actions are to learn: tokens (K = L) or turns (K = 1)."""
+class Batch(Rollout):
+    """A rollout, and what the loss needs beside it; the counts are of the mini-batch, also in its micro-batches."""
 
-    rollout: Rollout
+    reference_logprobs: torch.Tensor | None  # [B, T, L] log pi_ref(a_t|h_t); None with --kl-coef 0
     old_values: torch.Tensor  # [B, T, K] V(h_t) before the update
     advantages: torch.Tensor  # [B, T, K]
     returns: torch.Tensor  # [B, T, K] the critic's targets
-    action_mask: torch.Tensor  # [B, T, K] 1 on actions
-    num_tokens: torch.Tensor | None = None  # sampled tokens of the whole mini-batch, on average over the processes
-    num_actions: torch.Tensor | None = None  # actions of the whole mini-batch, on average over the processes
-
-    def select(self, rows):
-        """The episodes of these rows, trimmed as Rollout.select does."""
-        rollout = self.rollout.select(rows)
-        L = rollout.mask.shape[-1]
-        return replace(
-            self,
-            rollout=rollout,
-            old_values=self.old_values[rows, :, :L],
-            advantages=self.advantages[rows, :, :L],
-            returns=self.returns[rows, :, :L],
-            action_mask=self.action_mask[rows, :, :L],
-        )
-
-    def split(self, num_parts):
-        """The batch in parts, whose losses add up to its own; Faults.backward does so where memory runs out."""
-        for rows in torch.arange(len(self.action_mask), device=self.action_mask.device).chunk(num_parts):
-            yield self.select(rows)
+    action_mask: torch.Tensor  # [B, T, K] 1 on actions: on sampled tokens, or on turns that were played
+    weights: torch.Tensor  # [B, T, L] of tokens in the policy's loss
+    num_tokens: torch.Tensor | None = None  # sampled tokens, on average over the processes
+    num_actions: torch.Tensor | None = None  # actions, on average over the processes
 
 
 def minibatches(batch, args, generator):
     """The mini-batches of a rollout's batch, in a new random order; an episode's turns stay together."""
-    order = torch.randperm(len(batch.action_mask), generator=generator, device=generator.device)
-    for rows in order.split(args.mini_batch_size // distributed.world_size()):
+    order = torch.randperm(len(batch.ids), generator=generator, device=generator.device)
+    size = args.mini_batch_size // distributed.world_size()
+    for rows in order.split(size):
         minibatch = batch.select(rows)
-        minibatch.num_tokens = distributed.mean(minibatch.rollout.mask.sum())
+        minibatch.num_tokens = distributed.mean(minibatch.response_mask.sum())
         minibatch.num_actions = distributed.mean(minibatch.action_mask.sum())
         yield minibatch
 
 
-def sampler_weights(rollout, args):
-    """The weight of each token in the policy's loss, [B, T, L]: pi_old / pi of vLLM, at most 2; 1 without vLLM."""
-    if not args.use_vllm or not args.sampler_correction or not args.do_sample:
-        return torch.ones_like(rollout.logprobs)
-    return (rollout.logprobs - rollout.sampler_logprobs).exp().clamp(max=MOST_WEIGHT)
+def ippo_loss(agent, part, args):
+    """A micro-batch's share of the mini-batch's loss and of its metrics: sums, divided by the mini-batch's counts."""
+    mask = part.response_mask
+    logprobs, entropy, values = policy_and_values(agent, part, args)
+    entropy = (entropy * mask).sum() / part.num_tokens
+    log_ratio = (logprobs - part.logprobs).detach()
+    approx_kl = ((log_ratio.exp() - 1 - log_ratio) * mask).sum() / part.num_tokens
 
+    action_logprobs = sum_over_actions(part.weights * logprobs, part, args)
+    policy_loss = -(action_logprobs * part.advantages * part.action_mask).sum() / part.num_actions
 
-def ippo_loss(agent, minibatch, args):
-    """The loss of a mini-batch, or a part's share in it, and its metrics: means over its tokens or actions."""
-    rollout = minibatch.rollout
-    action_mask = minibatch.action_mask
-    log_pi, hidden_states = forward_policy(agent.actor, rollout, args)
-    logprobs = take_logprobs(log_pi, rollout)
-    if args.entropy_coef == 0:
-        log_pi = log_pi.detach()  # the entropy is a metric only
-    entropy = (take_entropy(log_pi, rollout) * rollout.mask).sum() / minibatch.num_tokens
-    if agent.critic:
-        values = critic_values(agent, rollout, args)
-    else:
-        values = scatter(read_values(agent.value_head, hidden_states), rollout.played)
-
-    log_ratio = (logprobs - rollout.logprobs).detach()
-    approx_kl = ((log_ratio.exp() - 1 - log_ratio) * rollout.mask).sum() / minibatch.num_tokens
-    weighted_logprobs = sampler_weights(rollout, args) * logprobs
-    if args.action_granularity == "turn":  # log pi of a response is the sum over its tokens
-        weighted_logprobs = (weighted_logprobs * rollout.mask).sum(-1, keepdim=True)
-        values = values[..., :1]
-
-    policy_loss = -(weighted_logprobs * minibatch.advantages * action_mask).sum() / minibatch.num_actions
-
-    value_error = (values - minibatch.returns) ** 2
+    values = first_of_actions(values, args)
+    value_error = (values - part.returns) ** 2
     if args.value_clip_range is not None:
-        change = (values - minibatch.old_values).clamp(-args.value_clip_range, args.value_clip_range)
-        clipped_error = (minibatch.old_values + change - minibatch.returns) ** 2
+        change = (values - part.old_values).clamp(-args.value_clip_range, args.value_clip_range)
+        clipped_error = (part.old_values + change - part.returns) ** 2
         value_error = torch.max(value_error, clipped_error)
-    value_loss = (value_error * action_mask).sum() / minibatch.num_actions
+    value_loss = (value_error * part.action_mask).sum() / part.num_actions
 
     loss = policy_loss - args.entropy_coef * entropy + args.value_loss_coef * value_loss
-    metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "approx_kl": approx_kl}
+    metrics = {
+        "policy_loss": policy_loss.detach(),
+        "value_loss": value_loss.detach(),
+        "entropy": entropy.detach(),
+        "approx_kl": approx_kl,
+    }
     return loss, metrics
 
 
 def optimizer_step(agent, args):
-    """Clip the gradients, then step every optimiser; returns metrics. Where one is not finite, none steps."""
+    """Clip each optimiser's gradient, and step; returns metrics. Where one is not finite, none steps.
+
+    Raises UserError when this happens three times in a row.
+    """
     norms = []
     for optimizer in agent.optimizers:
         parameters = []
@@ -928,76 +676,72 @@ def optimizer_step(agent, args):
             parameters += group["params"]
         distributed.average_gradients(parameters)
         norms.append(sharding.clip_gradients(parameters, args.max_grad_norm))
-    finite = agent.faults.finite(norms)
+    finite = torch.stack(norms).isfinite().all()
     for optimizer in agent.optimizers:
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-    return {"grad_norm": norms[0], "skipped": torch.tensor(0.0 if finite else 1.0)}
+    agent.num_skipped = 0 if finite else agent.num_skipped + 1
+    if agent.num_skipped >= 3:
+        raise UserError(
+            "three gradients in a row were not finite: lower --actor-learning-rate and --critic-learning-rate"
+        )
+    return {"grad_norm": norms[0], "skipped": 1.0 - finite.float()}
 
 
-def describe_drift(rollout, reference_logprobs):
-    """How far an agent is from its initial policy: metrics, means over tokens in nats."""
-    return {
-        "kl": masked_mean(rollout.logprobs - reference_logprobs, rollout.mask),
-        "reference_logprob": masked_mean(reference_logprobs, rollout.mask),
-    }
+def learn(agent, rollout, args, generator):
+    """One agent's update from its rollout; returns metrics, scalars by name. The generator draws the mini-batches.
 
+    The rollout is one of play, or of sample with `rewards` [B, T] from anywhere. Passes over it: the reference's if
+    --kl-coef is above 0, and a critic model's; then, in each epoch, the actor's and a critic model's, with gradients.
+    Where vLLM sampled, the actor's too at first, for its log-probabilities, and for the values of its head.
+    """
+    if args.use_vllm:  # whose log-probabilities differ from the actor's by rounding
+        rollout = replace(rollout, logprobs=compute_logprobs(agent.actor, rollout, args))
+    reference_logprobs = compute_logprobs(agent.reference, rollout, args) if args.kl_coef > 0 else None
+    rewards = token_rewards(rollout, reference_logprobs, args)
+    values = compute_values(agent, rollout, args)
+    action_rewards = sum_over_actions(rewards, rollout, args)
+    old_values = first_of_actions(values, args)
+    action_mask = first_of_actions(rollout.response_mask, args)
+    advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
+    if args.advantage_normalization:
+        advantages = standardise(advantages, action_mask)
+    batch = Batch(
+        **vars(rollout),
+        reference_logprobs=reference_logprobs,
+        old_values=old_values,
+        advantages=advantages,
+        returns=returns,
+        action_mask=action_mask,
+        weights=sampler_weights(rollout, args),
+    )
 
-def describe_update(batch, history, args):
-    """What an agent's update was like: metrics of the rollout, and means over its optimiser steps."""
-    rollout = batch.rollout
-    metrics = {"response_length": rollout.mask.sum() / distributed.mean(rollout.played.sum())}
-    metrics |= average(history)
-    metrics["explained_variance"] = explained_variance(batch.returns, batch.old_values, batch.action_mask)
-    if args.use_vllm and args.do_sample:
-        metrics |= sampler_metrics(rollout, MOST_WEIGHT)
-    return metrics
+    losses = []
+    steps = []
+    for _ in range(args.ppo_epochs):
+        for minibatch in minibatches(batch, args, generator):
+            for part in minibatch.split(forward_size(args)):
+                loss, metrics = ippo_loss(agent, part, args)
+                loss.backward()  # gradients of micro-batches add up
+                losses.append(metrics)
+            steps.append(optimizer_step(agent, args))
+    for schedule in agent.schedules:
+        schedule.step()
+    return update_metrics(batch, losses, steps, with_sampler=args.use_vllm and args.do_sample)
 
 
 # --- main: sample, score, learn, log ----------------------------------------------------------------------------------
 
 
-def count_updates(num_items, args):
-    """The updates of the run: those of its epochs, or, where these are fewer, those of --max-steps."""
-    updates = args.num_train_epochs * num_items * args.num_generations // args.rollout_buffer_size
-    if args.max_steps:
-        updates = min(updates, math.ceil(args.max_steps / args.rollout_buffer_size))
-    return updates
-
-
-def build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum):
-    """The run's folder, with what it is to keep and to restore."""
-    return Run(
-        folder,
-        args,
-        script=__file__,
-        agents=agents,
-        save=checkpoint.save_agents,
-        load=checkpoint.load_agents,
-        save_together=args.shard,
-        generator=generator,
-        updates=updates,
-        samples_per_update=args.rollout_buffer_size,
-        updates_per_epoch=updates_per_epoch,
-        optimum=optimum,
-    )
-
-
 def evaluate(agents, task, items, args):
-    """The team's mean reward on held-out items, sampled with the same noise each time.
-
-    It is this process's share: averaged over the processes, it is the mean.
-    """
+    """The team's mean raw reward on held-out items, sampled with the flags of training and the same noise each time."""
     rank = distributed.rank()
-    processes = distributed.world_size()
-    own_items = [items[k] for k in range(rank, len(items), processes)]
-    if not own_items:
-        return 0.0
+    own_items = items[rank :: distributed.world_size()]
     generator = torch.Generator(agents[0].actor.device).manual_seed(args.seed + rank)
-    rollouts = play(agents, task, own_items, args, generator, phase=lambda name: None)
-    rewards = torch.stack([rollout.rewards for rollout in rollouts]).mean(0)  # [B, T]
-    return sum(rewards.unbind(1)).mean() * (len(own_items) * processes / len(items))
+    some_items = own_items or items[:1]  # all processes play, also one without items, whose episode does not count
+    rollouts = play(agents, task, some_items, args, generator)
+    return mean_reward(rollouts, count=len(own_items) > 0)
 
 
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
@@ -1008,69 +752,45 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     """
     args = args or Args()
     device = distributed.start()
-    rank = distributed.rank()
-    processes = distributed.world_size()
     check_args(args)
-    configs = check_models(args, model)
+    readers = tasks.readers(args, "max_new_tokens", model, tokenizer)
+    models.check_critics(args, readers)
     task = tasks.load_task(task or args.task or sys.modules[__name__], args.num_agents, args.num_turns)
-    folder = run_folder(args, __file__, args.task, may_change=("shard", "vllm_config"))
-    items_per_update = args.rollout_buffer_size // args.num_generations
-    data = tasks.load_items(task, args, args.seed, items_per_update, train_dataset, eval_dataset)
-    readers = prompt_readers(args, configs, tokenizer)
-    train_items, held_out_items = tasks.fit_prompts(task, args, readers, items_per_update, *data)
-    updates = count_updates(len(train_items), args)
-    updates_per_epoch = len(train_items) / items_per_update
-    optimum = task.optimum(args.num_agents, args.num_turns) if hasattr(task, "optimum") else None
+    size = args.rollout_buffer_size // args.num_generations  # items of an update
+    train_items, held_out_items = tasks.load_data(task, args, readers, size, train_dataset, eval_dataset)
+    run = Run(
+        args,
+        script=__file__,
+        subject=args.task,
+        num_items=len(train_items),
+        items_per_update=size,
+        may_change=("shard", "vllm_config"),  # where a run is resumed, beside the memory's flags
+        memory_flags={  # of each phase the flag that takes less, and what it is where it is None
+            "sample": ("per_device_train_batch_size", size),
+            "learn": ("micro_batch_size", args.mini_batch_size),
+        },
+        optimum=tasks.optimum(task, args.num_agents, args.num_turns),
+    )
 
     set_seed(args.seed)
-    agents = build_agents(args, device, updates, model, tokenizer)
-    actors = [agent.actor for agent in agents]
-    generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * rank)
-    with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
-        data = tasks.batches(train_items, items_per_update, args.num_train_epochs, args.seed, run.step, updates)
-        for step, items in run.updates(data):
+    agents = build_agents(args, device, run.num_updates, model, tokenizer)
+    generator = distributed.generator(args.seed, device)
+    with run.start(agents, generator):  # which resumes (--resume), and saves however it ends
+        for step, items in run.updates(train_items):  # this process's items of an update
             # 1. Every agent answers; the team is scored, turn by turn.
-            items = [item for item in items[rank::processes] for _ in range(args.num_generations)]
-            with sharding.whole_models(actors):
-                rollouts = play(agents, task, items, args, generator, run.phase)
+            items = [item for item in items for _ in range(args.num_generations)]
+            rollouts = play(agents, task, items, args, generator, run.phase)
 
             # 2. Each agent learns alone.
-            drifts = []
-            agent_metrics = {}
-            for i, (agent, rollout) in enumerate(zip(agents, rollouts)):
-                run.phase("evaluate")
-                reference_logprobs = compute_reference_logprobs(agent, rollout, args)
-                values = compute_values(agent, rollout, args)
-                rewards = token_rewards(rollout, reference_logprobs, args)
-                rewards, values, action_mask = group_actions(rewards, values, rollout.mask, args)
-                advantages, returns = gae(rewards, values, action_mask, args.gamma, args.gae_lambda)
-                if args.advantage_normalization:
-                    advantages = standardise(advantages, action_mask)
-
-                run.phase("update")
-                batch = Batch(rollout, values, advantages, returns, action_mask)
-                history = []
-                for _ in range(args.ppo_epochs):
-                    for minibatch in minibatches(batch, args, generator):
-                        metrics = agent.faults.backward(agent, minibatch, args, ippo_loss)  # loss.backward()
-                        history.append(metrics | optimizer_step(agent, args))
-                for schedule in agent.schedules:
-                    schedule.step()
-
-                drifts.append(describe_drift(rollout, reference_logprobs))
-                for name, x in describe_update(batch, history, args).items():
-                    agent_metrics[f"agent_{i}/{name}"] = x
+            run.phase("learn")
+            metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
 
             # 3. Metrics, held-out items, samples.
-            metrics = team_metrics(rollouts) | average(drifts) | agent_metrics | tasks.extra_metrics(task, rollouts)
             held_out = None
-            interval = args.eval_interval
-            if held_out_items and interval and (step % interval == 0 or step in (1, updates)):
-                run.phase("held-out")
-                with sharding.whole_models(actors):
-                    held_out = evaluate(agents, task, held_out_items, args)
-            new_tokens = sum(rollout.mask.sum() for rollout in rollouts)
-            run.log(metrics, items, rollouts, new_tokens, held_out)
+            if held_out_items and run.is_due(step, args.eval_interval):
+                run.phase("evaluate")
+                held_out = evaluate(agents, task, held_out_items, args)
+            run.log(items, rollouts, metrics, tasks.extra_metrics(task, rollouts), held_out)
     return agents, run
 
 

@@ -1,34 +1,36 @@
 """PPO for language models on LoRA adapters: one agent or a team on one shared base, one turn or many, in one file.
 
-Agent i with its actor theta_i, its critic phi_i, the actor of the rollout (old) and a reference (ref) descends, for an
-action a after all tokens h before it,
+For each agent, with E the mean over sampled tokens a, and h all tokens before a, the actor descends
 
     E[ max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) ] + beta E[ exp(d) - d - 1 ] - c E[ H(pi) ],
     rho = pi(a|h) / pi_old(a|h),    d = log pi_ref(a|h) - log pi(a|h),
 
-while its critic descends vf_coef / 2 E[ max((V - G)^2, (clip(V, V_old - eps, V_old + eps) - G)^2) ], G = A + V_old.
-A is generalised advantage estimation over the turns of an episode, or over its tokens (--action-granularity), and is
-standardised after G is taken. With turns as actions, each token of a turn has the turn's A.
+and the critic, as a mean over actions, vf_coef / 2 max((V - G)^2, (clip(V, V_old - eps, V_old + eps) - G)^2).
+A is generalised advantage estimation over actions, G = A + V_old; after that A is standardised. An action is a token,
+or a whole turn, whose tokens all have the turn's A (--action-granularity). With --turn-level-clip rho is of a turn, the
+product of its tokens', and the first mean is over turns. With vLLM and --sampler-correction the terms of the first mean
+are weighted by min(pi_old / pi of vLLM, 2).
 
     python ppo_llm.py                                   guess a number in at most six turns
     python ppo_llm.py --task tldr --num-agents 2        two agents summarise, one turn
     torchrun --nproc-per-node 2 ppo_llm.py              two processes, each with half of the episodes
 
-An episode in an environment is one transcript: prompt, response, observation, response ... Only what the agent sampled,
-the end of its turn included, is an action, and one forward pass learns from all turns. After its end, and after its
-last turn, an episode is worth 0; where it is truncated, by the environment or for lack of room, V of its end. N agents
+An episode is one transcript for each agent: prompt, response, observation, response ... On a task the observation is
+that part of the next prompt which was not there before. Only what the agent sampled, the end of its turn included, is
+learned, and one forward pass reads all turns. What comes after an episode is worth 0 where it ends, or has used up
+--max-turns; where it is truncated, by the environment or for lack of room, it is worth V after the last token. N agents
 share one frozen base; each has its own LoRA adapters (actor, critic, reference) and value head.
 
-Simplified: the base stays in eval mode; LoRA's dropout, if any, is on only while learning. With --top-p, --top-k,
---min-p or --repetition-penalty pi_old is still the distribution without them.
+Simplified: the base stays in eval mode; LoRA's dropout, if any, is on only while learning. Sampling follows --top-p,
+--top-k, --min-p, --min-output-tokens and --repetition-penalty; pi, pi_old and pi_ref follow --temperature alone.
 Source: AgileRL's page on LLMPPO; PPO (arXiv 1707.06347); GAE (arXiv 1506.02438); LoRA (arXiv 2106.09685).
 
-Shapes: B episodes of a rollout, T turns of an episode, R transcripts of an episode (1 in an environment, T on a task,
-where each turn has a prompt of its own), P tokens of a transcript before its first response (left-padded), L after that
-(right-padded). What belongs to tokens is [B, R, L], and as [B, R * L] one chain; what belongs to turns is [B, T].
+Shapes: B episodes of a rollout, T turns of an episode, P tokens of a prompt (left-padded), L tokens after it
+(right-padded), K actions of an episode (L tokens, or T turns). With several processes B counts one process's episodes;
+distributed.total and distributed.mean are over all processes, and gradients are averaged.
+To read: main, play, learn, ppo_loss.
 """
 
-import copy
 import functools
 import math
 import random
@@ -41,21 +43,18 @@ import transformers
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import nn
 from torch.nn.functional import pad
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from torch.nn.utils.rnn import pad_sequence
+from transformers import set_seed
 
-from utils import adapters, distributed, engine, sharding, stages, tasks
-from utils.causal_lm import check_padding
-from utils.cli import Settings, UserError, check_needs, command_line, flag_name, flags
-from utils.envs import EnvArgs, Games, load_env
-from utils.faults import Faults
-from utils.lora import LoraArgs, check_lora_args
-from utils.metrics import average, explained_variance, sampler_metrics, team_metrics
-from utils.models import check_model, from_pretrained, loading, place
-from utils.prompts import end_tokens, render, reply
-from utils.run import FolderArgs, Run, run_folder
+from utils import adapters, causal_lm, distributed, engine, envs, models, sharding, stages, tasks
+from utils.cli import UserError, command_line, flags, needs, not_with
+from utils.metrics import mean_reward, update_metrics
+from utils.prompts import end_tokens, pad_left, render, reply
+from utils.rollouts import Rows, check_transcripts
+from utils.run import FolderArgs, Run
 
 # --- Args: the flags --------------------------------------------------------------------------------------------------
+# A flag's comment is its help. It has no effect without the flags that `needs` names, or with those of `not_with`.
 
 
 @flags
@@ -71,21 +70,17 @@ class TrainingArgs:
 
 @flags
 class PolicyArgs:
-    """The agents: adapters on one base."""
+    """The agents: adapters on one base. Here and below, what AgileRL's LLMPPO has too has its name."""
 
     model: str = "utils/tiny_lm"  # folder or hub name of the base, whose weights stay as they are
-    model_config: Settings = field(default_factory=dict)  # settings that the base is loaded with, JSON values by name
     num_agents: PositiveInt = 1  # agents in the team; more than one takes a --task
     use_separate_reference_adapter: bool = True  # the reference is a copy of the actor as it was; off: the base
-    reference_update_interval: NonNegativeInt = 0  # passes over the training set between copies of the actor to it
-    dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the base's weights
-    mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass, not attention on a CPU
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
-    trust_remote_code: bool = False  # run code that comes with a hub model
-    shard: bool = False  # let each of several processes hold a part of the base, in place of the whole (FSDP)
+    # passes over the training set between copies of the actor to the reference; 0: never
+    reference_update_interval: NonNegativeInt = needs("use_separate_reference_adapter", "beta", default=0)
     gradient_checkpointing: bool = False  # keep less of the forward pass, and compute it again for the backward pass
     torch_compiler: Literal["default", "reduce-overhead", "max-autotune"] | None = None  # torch.compile's mode
-    calc_position_embeddings: bool = True  # positions from a row's first token; off: from its padding (rotary only)
+    # positions from a row's first token; off: from its padding (rotary only)
+    calc_position_embeddings: bool = not_with("use_vllm", default=True)
 
 
 @flags
@@ -93,8 +88,10 @@ class GenerationArgs:
     """Sampling: how episodes are played."""
 
     rollout_buffer_size: PositiveInt = 64  # episodes between two updates, over all processes
+    num_generations: PositiveInt = 1  # games of each seed, or joint samples of each item, in a rollout
     max_turns: PositiveInt | None = None  # turns of an episode; none: 6 in an environment, 1 on a task
-    early_termination_threshold: float | None = None  # on a task: end an episode after a mean reward above this
+    # on a task: end an episode after a turn with a raw reward, the agents' mean, above this
+    early_termination_threshold: float | None = needs("task", default=None)
     max_output_tokens: PositiveInt | None = None  # longest response; none: 8 tokens in an environment, 72 on a task
     min_output_tokens: NonNegativeInt = 0  # a response may not end before so many
     max_model_len: PositiveInt | None = None  # most tokens of a transcript: an episode stops before; none: the model's
@@ -103,7 +100,8 @@ class GenerationArgs:
     top_k: NonNegativeInt = 0  # sample from so many likeliest tokens; 0: from all
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # sample from tokens at least this share as likely as the best
     repetition_penalty: PositiveFloat = 1.0  # above 1: what stands in the transcript is less likely to come again
-    hf_generate_chunk_size: PositiveInt | None = None  # prompts sampled at once; none: all
+    # prompts sampled at once; none: all
+    hf_generate_chunk_size: PositiveInt | None = not_with("use_vllm", default=None)
 
 
 @flags
@@ -139,32 +137,35 @@ class OptimizationArgs:
 @flags
 class Args(
     TrainingArgs,
-    EnvArgs,
-    tasks.TaskArgs,
-    FolderArgs,
+    envs.EnvArgs,  # --env
+    tasks.TaskArgs,  # --task, --dataset, --train-size ...
+    FolderArgs,  # --output-dir, --resume, --save-interval ...
     PolicyArgs,
-    LoraArgs,
-    stages.StageArgs,
+    models.LoadingArgs,  # --mixed-precision, --shard ...
+    stages.LoraArgs,  # --lora-rank ...
+    stages.StageArgs,  # --load-checkpoint ...
     GenerationArgs,
-    engine.VllmArgs,
+    engine.VllmArgs,  # --use-vllm, --sampler-correction
     PPOArgs,
     OptimizationArgs,
 ):
     """All flags."""
 
 
-MOST_WEIGHT = 2.0  # at which sampler_weights are truncated
-# Flags that may be others when a run is resumed
-MAY_CHANGE = "gradient_checkpointing micro_batch_size_per_gpu save_optimizer save_base shard vllm_config".split()
-NO_LIMIT = 2**31 - 1  # of --max-model-len, for a model without one
+# Flags that may change when a run is resumed, beside those that take less memory
+MAY_CHANGE = ("gradient_checkpointing", "save_optimizer", "save_base", "shard", "vllm_config")
 
 
 def resolve_args(args, task=None, model=None, env=None):
-    """The flags with what depends on others filled in. Raises UserError for flags that do not go together."""
+    """The flags with what depends on others, and on the model, filled in; `task`, `model` and `env` are main's.
+
+    Raises UserError for flags that do not go together.
+    """
     if task is not None and args.task is None:
         args = replace(args, task=getattr(task, "__name__", "task"))
     if env is not None and args.env is None:
         args = replace(args, env=getattr(env, "__name__", "env"))
+    config = models.check_models("model", "model_config", args, model, quantized=True)[0]
     max_turns = args.max_turns or (1 if args.task else 6)
     granularity = args.action_granularity
     if granularity == "auto":
@@ -172,89 +173,44 @@ def resolve_args(args, task=None, model=None, env=None):
     gae_lambda = args.gae_lambda
     if gae_lambda is None:
         gae_lambda = 0.7 if granularity == "turn" else 0.95
-    if model is None:
-        config = check_model(args.model, "--model", args.trust_remote_code, args.model_config, "--model-config")
-    elif args.model_config:
-        raise UserError("--model-config has no effect on a model that is loaded")
-    else:
-        config = model.config
-    if "quantization_config" in args.model_config or hasattr(config, "quantization_config"):
-        for flag in ("shard", "use_vllm"):
-            if getattr(args, flag):
-                raise UserError(f"{flag_name(flag)} takes a base that is not quantized")
-    room = engine.max_length(config, args) or args.max_model_len or NO_LIMIT
-    own_batch_size = math.ceil(args.batch_size / distributed.world_size())
     args = replace(
         args,
         max_turns=max_turns,
         action_granularity=granularity,
         gae_lambda=gae_lambda,
         max_output_tokens=args.max_output_tokens or (72 if args.task else 8),
-        max_model_len=min(args.max_model_len or room, room),
+        max_model_len=engine.max_length(config, args),
         train_size=args.train_size or (None if args.task else 4800),
         lr_critic=args.lr_actor if args.lr_critic is None else args.lr_critic,
-        micro_batch_size_per_gpu=args.micro_batch_size_per_gpu or own_batch_size,
     )
-    if args.task and args.max_prompt_length is None and args.max_model_len < NO_LIMIT:
-        args = replace(args, max_prompt_length=max(1, args.max_model_len - args.max_output_tokens))
     check_args(args)
+    tasks.prompt_limit(config, args, "max_output_tokens")
     return args
 
 
 def check_args(args):
     """Raise UserError for flags that do not go together, before anything is loaded or written."""
-    processes = distributed.world_size()
-    if args.shard and processes == 1:
-        raise UserError("--shard takes several processes, and this is one: start them with torchrun, or add --no-shard")
+    of_task = dict.fromkeys(("dataset", "eval_size", "max_prompt_length", "long_prompts"), "task")
+    distributed.check_flags(args, multiples=("batch_size",), needs=of_task)
+    engine.check_vllm_args(args)
+    stages.check_stage(args)
+    divisor = args.num_generations * distributed.world_size()
+    if args.rollout_buffer_size % divisor:
+        takes = f"a multiple of generations x processes, {divisor}"
+        raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
     if args.shard and args.torch_compiler:
         raise UserError("--shard takes a base that is not compiled: leave out --torch-compiler")
-    if args.rollout_buffer_size % processes:
-        takes = f"a multiple of {processes} processes"
-        raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
-    if args.batch_size % processes:
-        raise UserError(f"--batch-size takes a multiple of {processes} processes, got {args.batch_size}")
     if args.env and args.task:
         raise UserError(f"--env {args.env} and --task {args.task} are two things to train on; give one")
     if args.num_agents > 1 and args.task is None:
         raise UserError(f"--num-agents {args.num_agents} takes a --task; an environment has one player")
-    if args.task is None and args.train_size < args.rollout_buffer_size:
-        least = f"--rollout-buffer-size, {args.rollout_buffer_size}"
-        raise UserError(f"--train-size takes at least {least}, got {args.train_size}")
-    if args.turn_level_clip and args.action_granularity != "turn":
-        raise UserError("--turn-level-clip takes turns as actions (--action-granularity turn)")
-    if args.turn_value_reduction != "first_value" and args.action_granularity != "turn":
-        raise UserError("--turn-value-reduction takes turns as actions (--action-granularity turn)")
     if args.early_termination_threshold is not None and args.max_turns == 1:
         raise UserError("--early-termination-threshold takes several turns (--max-turns)")
-    check_order(args, "min_output_tokens", "max_output_tokens")
-    check_order(args, "max_output_tokens", "max_model_len")
-    if args.max_prompt_length and args.max_prompt_length + args.max_output_tokens > args.max_model_len:
-        room = f"--max-model-len {args.max_model_len} less --max-output-tokens {args.max_output_tokens}"
-        raise UserError(f"--max-prompt-length takes at most {room}, got {args.max_prompt_length}")
-    check_needs(args, {"dataset": "task", "eval_size": "task", "early_termination_threshold": "task"})
-    check_needs(args, {"max_prompt_length": "task", "long_prompts": "task"})
-    check_needs(args, {"load_optimizer": "load_checkpoint", "merge_lora_configs": "load_checkpoint"})
-    check_needs(args, {"keep_reference": "load_checkpoint", "fresh_critic": "load_checkpoint"})
-    check_needs(args, {"keep_reference": "use_separate_reference_adapter"})
-    check_needs(args, {"keep_reference": "beta"})
-    check_needs(args, {"reference_update_interval": "use_separate_reference_adapter"})
-    check_needs(args, {"reference_update_interval": "beta"})
-    check_lora_args(args)
-    engine.check_vllm_args(args)
-    if args.use_vllm and args.hf_generate_chunk_size:
-        raise UserError("--hf-generate-chunk-size has no effect with --use-vllm: --vllm-config has max_num_seqs")
-    if args.use_vllm and not args.calc_position_embeddings:
-        raise UserError("--no-calc-position-embeddings has no effect with --use-vllm, which has no padding")
-    if args.load_checkpoint is not None:
-        stages.check_checkpoint(args)
-
-
-def check_order(args, lower, upper):
-    """Raise UserError where the flag `lower` is above the flag `upper`."""
-    least = getattr(args, lower)
-    most = getattr(args, upper)
-    if least and most and least > most:
-        raise UserError(f"{flag_name(lower)} takes at most {flag_name(upper)}, {most}, got {least}")
+    if args.min_output_tokens > args.max_output_tokens:
+        most = f"--max-output-tokens, {args.max_output_tokens}"
+        raise UserError(f"--min-output-tokens takes at most {most}, got {args.min_output_tokens}")
+    if args.action_granularity == "token" and (args.turn_level_clip or args.turn_value_reduction != "first_value"):
+        raise UserError("--turn-level-clip and --turn-value-reduction take --action-granularity turn")
 
 
 # --- The environment: a game in several turns -------------------------------------------------------------------------
@@ -346,34 +302,37 @@ def optimum(max_turns):
 
 
 class Agent:
-    """One agent's LoRA adapters on the shared base, by name, its value head and its optimiser."""
+    """One agent's LoRA adapters on the shared base, its value head and its optimiser."""
 
     def __init__(self, i, model, tokenizer, updates, args):
-        self.number = i
         self.engine = None  # vLLM's, shared by all agents
         self.model = model  # a peft.PeftModel, shared by all agents
         self.base_name = args.model
         self.tokenizer = tokenizer
-        self.actor = f"agent_{i}_actor"
-        self.critic = f"agent_{i}_critic"
-        self.reference = f"agent_{i}_reference" if args.use_separate_reference_adapter else None  # None: the base
+        self.actor = adapters.Adapter(model, f"agent_{i}_actor")
+        self.critic = adapters.Adapter(model, f"agent_{i}_critic")
+        own_reference = f"agent_{i}_reference" if args.use_separate_reference_adapter else ""  # else the base
+        self.reference = adapters.Adapter(model, own_reference)
         width = model.get_base_model().config.get_text_config().hidden_size
         self.value_head = nn.Linear(width, 1).to(model.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
-        critic_parameters = [*adapters.parameters(model, self.critic), *self.value_head.parameters()]
         actor_group = {"params": adapters.parameters(model, self.actor), "lr": args.lr_actor}
-        critic_group = {"params": critic_parameters, "lr": args.lr_critic}
-        self.optimizers = [torch.optim.AdamW([actor_group, critic_group], weight_decay=0.0)]
-        self.schedules = [build_schedule(self.optimizers[0], updates, stages.updates_before(args), args)]
-        self.faults = Faults("--micro-batch-size-per-gpu", "--lr-actor", halves=not args.shard)
+        critic_group = {"params": adapters.parameters(model, self.critic), "lr": args.lr_critic}
+        critic_group["params"] += self.value_head.parameters()
+        optimizer = torch.optim.AdamW([actor_group, critic_group], weight_decay=0.0)
+        self.optimizers = [optimizer]
+        self.schedules = [build_schedule(optimizer, updates, args)]
+        self.num_skipped = 0  # gradients in a row that were not finite
 
 
-def build_schedule(optimizer, updates, updates_before, args):
+def build_schedule(optimizer, updates, args):
     """Learning rates that rise over the first --warmup-proportion of the updates, then follow a cosine down to 0.
 
-    The updates of an earlier run count: the schedule is one of both runs together, and goes on where the first ended.
+    The updates of an earlier run count (--load-optimizer): the schedule is one of both runs together, and goes on where
+    the first ended.
     """
+    updates_before = stages.updates_before(args)
     total = updates_before + updates
     warmup = round(args.warmup_proportion * total)
     for group in optimizer.param_groups:
@@ -384,79 +343,29 @@ def build_schedule(optimizer, updates, updates_before, args):
     return transformers.get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=last)
 
 
-def load_base(args, device, model=None, tokenizer=None):
-    """The base, in eval mode, and its tokenizer: copies of `model` and `tokenizer`, or what --model names."""
-    if model is None:
-        with loading("--model", args.model) as path:
-            model = from_pretrained(
-                AutoModelForCausalLM,
-                path,
-                dtype=getattr(torch, args.dtype),
-                attn_implementation=args.attn_implementation,
-                trust_remote_code=args.trust_remote_code,
-                **args.model_config,
-            )
-    else:
-        model = copy.deepcopy(model)
-    tokenizer = copy.deepcopy(tokenizer) if tokenizer else load_tokenizer(args.model, args)
-    add_padding(tokenizer)
-    model.to(device).eval()
-    check_padding(model, args.model)
-    return model, tokenizer
-
-
-def load_tokenizer(name, args):
-    """A model's tokenizer. Raises UserError."""
-    with loading("--model", name) as path:
-        options = place(args.model_config)
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
-
-
-def add_padding(tokenizer):
-    """Give a tokenizer a padding token where it has none: its end token. Raises UserError where it has neither."""
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        raise UserError("--model: its tokenizer has neither a padding token nor an end token")
-
-
 def build_agents(args, device, updates, model=None, tokenizer=None):
     """N agents on one base, from --load-checkpoint where it is given. Raises UserError."""
-    base, tokenizer = load_base(args, device, model, tokenizer)
+    base = models.load_models("model", "model_config", args, device, model)[0]
+    tokenizer = models.load_tokenizers(args, tokenizer)[0]
     roles = ["actor", "critic"]
     if args.use_separate_reference_adapter:
         roles.append("reference")
     names = [f"agent_{i}_{role}" for i in range(args.num_agents) for role in roles]
-    config = stages.build_config(base, args)
-    model = adapters.add_adapters(base, config, names)
+    model = adapters.add_adapters(base, stages.build_config(base, args), names)
     agents = [Agent(i, model, tokenizer, updates, args) for i in range(args.num_agents)]
     if args.load_checkpoint:
         stages.load_stage(agents, args)
     if args.shard:
         adapters.shard_base(model)
     if args.gradient_checkpointing:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
+        adapters.checkpoint_gradients(model)
     if args.torch_compiler:
         base.base_model.compile(mode=args.torch_compiler, dynamic=True)
     if args.use_vllm:
-        attach_engine(agents, config, args)
+        shared = engine.get_adapter_engine(model, args, args.max_model_len, args.num_agents)
+        for agent in agents:
+            agent.engine = shared
     return agents
-
-
-def attach_engine(agents, config, args):
-    """Give the agents an engine of vLLM, for adapters of that configuration. Raises UserError."""
-    base = agents[0].model.get_base_model()
-    if base.device.type == "cuda" and args.dtype == "float32" and args.mixed_precision == "no":
-        raise UserError("--use-vllm takes adapters in bfloat16 on a GPU: add --mixed-precision bf16")
-    for name in engine.NOT_IN_VLLM:
-        if getattr(config, name):
-            raise UserError(f"--use-vllm takes no adapters with {name}, which vLLM does not have")
-    longest = args.max_model_len if args.max_model_len < NO_LIMIT else None
-    rank = max([config.r, *config.rank_pattern.values()])
-    with sharding.whole_models([base]):
-        shared = engine.get_engine(base, args, longest, rank, len(agents))
-    for agent in agents:
-        agent.engine = shared
 
 
 # --- Rollouts: every agent plays, the environment or the task scores --------------------------------------------------
@@ -464,214 +373,175 @@ def attach_engine(agents, config, args):
 
 @dataclass
 class Transcript:
-    """An agent's side of a game, or of one turn of a task: token ids, and what was sampled of them."""
+    """An agent's side of an episode: token ids, what was sampled of them, and what it earned."""
 
-    prompts: list  # a string for each turn: the prompt, then the observations
-    prompt_ids: list  # of the first
-    turn: int = 0  # the turn to be played
+    prompts: list = field(default_factory=list)  # a string for each turn: the prompt, then observations
+    prompt_ids: list = field(default_factory=list)  # tokens of the first prompt
     responses: list = field(default_factory=list)  # a string for each turn
     response_ids: list = field(default_factory=list)  # of the responses, and of the observations between them
     turn_of_token: list = field(default_factory=list)  # the turn in which each of response_ids was sampled, or -1
     logprobs: list = field(default_factory=list)  # log pi of each of response_ids, 0: observed
-    truncated: bool = False  # cut short: its end is worth V, in place of 0
+    rewards: list = field(default_factory=list)  # each turn's, as it is learned from
+    raw_rewards: list = field(default_factory=list)  # each turn's, as the environment or reward_func gave it
+    truncated: bool = False  # whether it was cut short: then it is worth V after its last token, else 0
 
     @property
     def ids(self):
         return self.prompt_ids + self.response_ids
 
     def add_response(self, ids, logprobs, text):
+        self.turn_of_token += [len(self.responses)] * len(ids)
         self.response_ids += ids
-        self.turn_of_token += [self.turn] * len(ids)
         self.logprobs += logprobs
         self.responses.append(text)
-        self.turn += 1
 
     def add_observation(self, ids):
-        self.response_ids += ids
         self.turn_of_token += [-1] * len(ids)
+        self.response_ids += ids
         self.logprobs += [0.0] * len(ids)
 
 
 @dataclass
-class Rollout:
-    """What one agent did in B episodes of up to T turns, in R transcripts each; the mask is 0 where none played."""
+class Rollout(Rows):
+    """What one agent did in B episodes of up to T turns, a transcript each; rewards of turns not played are 0.
 
-    prompt_ids: torch.Tensor  # [B, R, P]
-    prompt_mask: torch.Tensor  # [B, R, P] 1 on tokens
-    response_ids: torch.Tensor  # [B, R, L] responses, and the observations between them
-    response_mask: torch.Tensor  # [B, R, L] 1 on tokens
-    turn_of_token: torch.Tensor  # [B, R, L] the turn in which a token was sampled, -1 where none was
-    logprobs: torch.Tensor  # [B, R, L] log pi_old(a|h)
-    sampler_logprobs: torch.Tensor  # [B, R, L] the same of the sampler, where pi_old is computed anew
-    reference_logprobs: torch.Tensor  # [B, R, L] log pi_ref(a|h)
-    rewards: torch.Tensor  # [B, T] as the environment or reward_func gave them
-    processed_rewards: torch.Tensor  # [B, T] as reward_processor left them, which is what is learned from
-    truncated: torch.Tensor  # [B] 1 where an episode was cut short: its end is worth V, in place of 0
+    From Rows: select, split and map take some of the episodes, without the columns that are padding in all of them. The
+    samples of one item, or the games of one seed (--num-generations), are neighbours.
+    """
+
+    ids: torch.Tensor  # [B, P + L] the prompt, then responses and observations in turn
+    attention_mask: torch.Tensor  # [B, P + L] 1 on tokens, 0 on padding
+    turn_of_token: torch.Tensor  # [B, L] the turn in which a token was sampled; -1: it was observed, or is padding
+    logprobs: torch.Tensor  # [B, L] log pi_old(a|h), as sampled; learn computes them anew unless samples_exactly
+    sampler_logprobs: torch.Tensor  # [B, L] as sampled
+    rewards: torch.Tensor  # [B, T] what is learned from: the raw rewards, or what reward_processor made of them
+    raw_rewards: torch.Tensor  # [B, T] what is reported: the rewards as the environment or reward_func gave them
+    truncated: torch.Tensor  # [B] 1 where an episode was cut short: it is worth V after its last token, else 0
     prompts: list  # B lists of a string for each turn played
     responses: list  # B lists of a string for each turn played
-    items: list  # B items or seeds; none where there was no episode to play
 
     @property
-    def mask(self):
-        """[B, R, L] 1 on sampled tokens: observations and padding are holes."""
+    def response_mask(self):
+        """[B, L] 1 on sampled tokens: observations and padding are holes."""
         return (self.turn_of_token >= 0).float()
 
     @property
-    def has_tokens(self):
-        """[B, R] whether a transcript has tokens; a forward pass reads only these."""
-        return self.response_mask.any(-1)
+    def response_ids(self):
+        """[B, L] the tokens after the prompt."""
+        return self.ids[:, -self.turn_of_token.shape[-1] :]
 
     @property
     def played(self):
         """[B, T] whether a turn was played."""
-        lengths = torch.tensor([len(texts) for texts in self.responses], device=self.rewards.device)
-        return torch.arange(self.rewards.shape[1], device=lengths.device) < lengths[:, None]
-
-    def select(self, rows):
-        """The episodes of these rows, trimmed to their longest prompt and their longest response."""
-        P = int(self.prompt_mask[rows].sum(-1).max())
-        L = int(self.response_mask[rows].sum(-1).max())
-        return Rollout(
-            prompt_ids=self.prompt_ids[rows, :, -P:],
-            prompt_mask=self.prompt_mask[rows, :, -P:],
-            response_ids=self.response_ids[rows, :, :L],
-            response_mask=self.response_mask[rows, :, :L],
-            turn_of_token=self.turn_of_token[rows, :, :L],
-            logprobs=self.logprobs[rows, :, :L],
-            sampler_logprobs=self.sampler_logprobs[rows, :, :L],
-            reference_logprobs=self.reference_logprobs[rows, :, :L],
-            rewards=self.rewards[rows],
-            processed_rewards=self.processed_rewards[rows],
-            truncated=self.truncated[rows],
-            prompts=[self.prompts[row] for row in rows.tolist()],
-            responses=[self.responses[row] for row in rows.tolist()],
-            items=[self.items[row] for row in rows.tolist() if self.items],
-        )
+        turns = torch.arange(self.rewards.shape[1], device=self.rewards.device)
+        return (self.turn_of_token[..., None] == turns).any(1)
 
 
-def collate(episodes, rewards, processed_rewards, items, agent, args):
-    """B lists of up to R transcripts, with B lists of rewards for each turn played, as a rollout.
-
-    With no episodes it is a rollout of one, of no turn, so that a process without any takes part in all that follows.
-    """
-    pad_id = agent.tokenizer.pad_token_id
-    if not episodes:
-        blank = Transcript([], [pad_id])
-        blank.add_observation([pad_id])
-        episodes = [[blank]]
-        rewards = [[]]
-        processed_rewards = [[]]
-    transcripts = [transcript for episode in episodes for transcript in episode]
-    B = len(episodes)
-    R = args.max_turns if args.task else 1
-    T = args.max_turns
-    P = max(len(transcript.prompt_ids) for transcript in transcripts)
-    L = max(len(transcript.response_ids) for transcript in transcripts)
+def collate(transcripts, agent, args):
+    """B transcripts of an agent as a rollout."""
     device = agent.model.device
-    logprobs = torch.zeros(B, R, L, device=device)
-    rollout = Rollout(
-        prompt_ids=torch.full((B, R, P), pad_id, device=device),
-        prompt_mask=torch.zeros(B, R, P, dtype=torch.long, device=device),
-        response_ids=torch.full((B, R, L), pad_id, device=device),
-        response_mask=torch.zeros(B, R, L, dtype=torch.long, device=device),
-        turn_of_token=torch.full((B, R, L), -1, device=device),
+
+    def pad_right(name, value, width=1):
+        rows = [torch.tensor(getattr(transcript, name)) for transcript in transcripts]
+        padded = pad_sequence(rows, batch_first=True, padding_value=value).to(device)
+        missing = max(0, width - padded.shape[1])
+        return pad(padded, (0, missing), value=value)
+
+    prompt_ids = [transcript.prompt_ids for transcript in transcripts]
+    prompt_ids, prompt_mask = pad_left(prompt_ids, agent.tokenizer, device)
+    response_ids = pad_right("response_ids", agent.tokenizer.pad_token_id).long()
+    columns = torch.arange(response_ids.shape[1])
+    lengths = torch.tensor([len(transcript.response_ids) for transcript in transcripts])
+    token_mask = (columns < lengths[:, None]).long().to(device)
+    logprobs = pad_right("logprobs", 0.0)
+    return Rollout(
+        ids=torch.cat([prompt_ids, response_ids], 1),
+        attention_mask=torch.cat([prompt_mask, token_mask], 1),
+        turn_of_token=pad_right("turn_of_token", -1).long(),
         logprobs=logprobs,
-        sampler_logprobs=logprobs,  # the same tensor, until main computes pi_old anew
-        reference_logprobs=torch.zeros(B, R, L, device=device),
-        rewards=torch.zeros(B, T, device=device),
-        processed_rewards=torch.zeros(B, T, device=device),
-        truncated=torch.zeros(B, device=device),
-        prompts=[[] for _ in episodes],
-        responses=[[] for _ in episodes],
-        items=items,
+        sampler_logprobs=logprobs,
+        rewards=pad_right("rewards", 0.0, args.max_turns),
+        raw_rewards=pad_right("raw_rewards", 0.0, args.max_turns),
+        truncated=torch.tensor([float(transcript.truncated) for transcript in transcripts], device=device),
+        prompts=[transcript.prompts for transcript in transcripts],
+        responses=[transcript.responses for transcript in transcripts],
     )
-    for b, episode in enumerate(episodes):
-        num_turns = len(rewards[b])
-        rollout.rewards[b, :num_turns] = torch.tensor(rewards[b])
-        rollout.processed_rewards[b, :num_turns] = torch.tensor(processed_rewards[b])
-        for r, transcript in enumerate(episode):
-            write_row(rollout, b, r, transcript)
+
+
+def make_rollout(agent, ids, action_masks, turn_ids, rewards, args):
+    """A rollout for `learn` of B transcripts of one's own; pi_old is the agent's actor as it is.
+
+    Lists of B lists: token ids; 1 on those that an actor sampled; each token's turn, from 0; each turn's reward.
+    Raises UserError.
+    """
+    check_transcripts(ids, action_masks, turn_ids, rewards)
+    transcripts = []
+    for row_ids, mask, turns, row_rewards in zip(ids, action_masks, turn_ids, rewards):
+        start = mask.index(1)
+        transcript = Transcript(prompt_ids=row_ids[:start], response_ids=row_ids[start:])
+        for turn, sampled in zip(turns[start:], mask[start:]):
+            transcript.turn_of_token.append(turn if sampled else -1)
+            transcript.logprobs.append(0.0)
+        transcript.rewards = [float(reward) for reward in row_rewards]
+        transcript.raw_rewards = transcript.rewards
+        transcripts.append(transcript)
+    rollout = collate(transcripts, agent, args)
+    rollout.logprobs = compute_logprobs(agent.actor, rollout, args)
+    rollout.sampler_logprobs = rollout.logprobs
     return rollout
 
 
-def write_row(rollout, b, r, transcript):
-    """Write a transcript into row r of episode b of a rollout."""
-    start = rollout.prompt_ids.shape[-1] - len(transcript.prompt_ids)
-    end = len(transcript.response_ids)
-    rollout.prompt_ids[b, r, start:] = torch.tensor(transcript.prompt_ids)
-    rollout.prompt_mask[b, r, start:] = 1
-    rollout.response_ids[b, r, :end] = torch.tensor(transcript.response_ids)
-    rollout.response_mask[b, r, :end] = 1
-    rollout.turn_of_token[b, r, :end] = torch.tensor(transcript.turn_of_token)
-    rollout.logprobs[b, r, :end] = torch.tensor(transcript.logprobs)
-    rollout.truncated[b] = float(transcript.truncated)
-    rollout.prompts[b] += transcript.prompts
-    rollout.responses[b] += transcript.responses
+def encode(prompts, agent, args):
+    """Token ids of B prompts, strings, a list for each. Raises UserError where one is too long."""
+    limit = tasks.prompt_limit(agent.model.config, args, "max_output_tokens")
+    return limit.encode(prompts, agent.tokenizer)
 
 
-def encode_prompt(prompt, tokenizer, args):
-    """Token ids of a prompt, a string. Raises UserError where it has none, or too many."""
-    ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    if not ids:
-        raise UserError(f"a prompt has no tokens: {prompt!r}")
-    if args.long_prompts == "truncate":
-        ids = tasks.truncate(ids, args.max_prompt_length, tokenizer)
-    if len(ids) + args.max_output_tokens > args.max_model_len:
-        sizes = f"--max-output-tokens {args.max_output_tokens} after a prompt of {len(ids)}"
-        raise UserError(f"{sizes} exceeds --max-model-len {args.max_model_len}")
-    if args.max_prompt_length and len(ids) > args.max_prompt_length:
-        raise UserError(f"a prompt of {len(ids)} tokens exceeds --max-prompt-length {args.max_prompt_length}")
-    return ids
-
-
-def autocast(model, args):
-    """Within it forward passes run in --mixed-precision."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16")
-
-
-def choose_tokens(ids, logits, args, generator):
-    """Next tokens [B] after ids [B, t], from logits [B, vocabulary] that are divided by the temperature.
-
-    With no generator, the likeliest.
-    """
-    if generator is None:
+def choose_tokens(logits, args, generator, greedy):
+    """Next tokens [B] from logits [B, vocabulary], already divided by the temperature."""
+    if greedy:
         return logits.argmax(-1)
     if args.top_k:
-        logits = transformers.TopKLogitsWarper(args.top_k)(ids, logits)
+        logits = transformers.TopKLogitsWarper(args.top_k)(None, logits)
     if args.top_p < 1:
-        logits = transformers.TopPLogitsWarper(args.top_p)(ids, logits)
+        logits = transformers.TopPLogitsWarper(args.top_p)(None, logits)
     if args.min_p:
-        logits = transformers.MinPLogitsWarper(args.min_p)(ids, logits)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+        logits = transformers.MinPLogitsWarper(args.min_p)(None, logits)
+    probabilities = logits.softmax(-1)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
 
 
-def continue_prompts(agent, prompts, args, generator):
-    """Let an agent continue prompts, lists of ids, token by token: new ids, -1 after an end, and log pi, each [B, L].
+def take_logprobs(log_pi, tokens):
+    """log pi [...] of the tokens [...], from log pi [..., vocabulary] of all tokens."""
+    return log_pi.gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def sample_tokens(agent, transcripts, args, generator, greedy):
+    """Let an agent add a response to each of B transcripts, token by token.
 
     Rows that have ended are dropped from the batch and from the cache: only rows that still run are computed.
     """
     device = agent.model.device
     end_ids = torch.tensor(end_tokens(agent.model, agent.tokenizer), device=device)
     penalise = transformers.RepetitionPenaltyLogitsProcessor(args.repetition_penalty)
-    P = max(len(prompt) for prompt in prompts)
-    padding = [P - len(prompt) for prompt in prompts]  # with the row's first token: --repetition-penalty meets no other
-    ids = torch.tensor([[prompt[0]] * n + prompt for prompt, n in zip(prompts, padding)], device=device)
-    attention_mask = (torch.arange(P, device=device) >= torch.tensor(padding, device=device)[:, None]).long()
-    response_ids = torch.full((len(prompts), args.max_output_tokens), -1, device=device)
+    ids, mask = pad_left([transcript.ids for transcript in transcripts], agent.tokenizer, device)
+    first_ids = ids.gather(1, mask.argmax(1, keepdim=True))
+    ids = torch.where(mask > 0, ids, first_ids)  # in place of padding, which --repetition-penalty would meet
+    response_ids = torch.full((len(ids), args.max_output_tokens), -1, device=device)  # -1 after the end
     logprobs = torch.zeros(response_ids.shape, device=device)
-    rows = torch.arange(len(prompts), device=device)
+    rows = torch.arange(len(ids), device=device)
     input_ids = ids
     cache = None
     for t in range(args.max_output_tokens):
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "cache": cache}
-        inputs["positions"] = args.calc_position_embeddings
-        out = adapters.forward(agent.model, agent.actor, **inputs, keep=1, use_cache=True)
-        logits = penalise(ids, out.logits[:, -1].float()) / args.temperature
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "positions": args.calc_position_embeddings}
+        out = adapters.forward(agent.model, agent.actor, **inputs, cache=cache, keep=1, use_cache=True)
+        logits = penalise(ids, out.logits[:, -1].float())
+        logits = logits / args.temperature
         if t < args.min_output_tokens:
             logits[:, end_ids] = -torch.inf
-        tokens = choose_tokens(ids, logits, args, generator)
+        tokens = choose_tokens(logits, args, generator, greedy)
         response_ids[rows, t] = tokens
-        logprobs[rows, t] = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+        logprobs[rows, t] = take_logprobs(logits.log_softmax(-1), tokens)
 
         running = ~torch.isin(tokens, end_ids)
         if not running.any():
@@ -682,277 +552,188 @@ def continue_prompts(agent, prompts, args, generator):
         rows = rows[running]
         input_ids = tokens[running, None]
         ids = torch.cat([ids[running], input_ids], 1)
-        attention_mask = pad(attention_mask[running], (0, 1), value=1)
-    return response_ids, logprobs
+        mask = pad(mask[running], (0, 1), value=1)
+
+    for transcript, row_ids, row_logprobs in zip(transcripts, response_ids, logprobs):
+        sampled = row_ids >= 0
+        text = agent.tokenizer.decode(row_ids[sampled], skip_special_tokens=True)
+        transcript.add_response(row_ids[sampled].tolist(), row_logprobs[sampled].tolist(), text)
 
 
 @torch.no_grad()
-def sample(agent, prompts, args, generator):
-    """Let an agent continue B prompts, lists of ids: B lists of new ids, of their log pi, and B texts."""
-    if args.use_vllm:
-        return sample_in_one_batch([agent], [prompts], args, generator)[0]
-    response_ids = []
-    logprobs = []
-    chunk_size = args.hf_generate_chunk_size or len(prompts)
-    with autocast(agent.model, args):
-        for start in range(0, len(prompts), chunk_size):
-            chunk = continue_prompts(agent, prompts[start : start + chunk_size], args, generator)
-            for row_ids, row_logprobs in zip(*chunk):
-                sampled = row_ids >= 0
-                response_ids.append(row_ids[sampled].tolist())
-                logprobs.append(row_logprobs[sampled].tolist())
-    texts = agent.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-    return response_ids, logprobs, texts
+def respond(agents, transcripts, args, generator, greedy=False):
+    """Let each of N agents add a response to each of its transcripts; `transcripts` is N lists."""
+    if agents[0].engine:  # vLLM, which has the agents' adapters already
+        agents[0].engine.respond(agents, transcripts, args.max_output_tokens, args, generator, greedy)
+        return
+    for agent, own in zip(agents, transcripts):
+        size = args.hf_generate_chunk_size or len(own)
+        with causal_lm.autocast(agent.model):  # forward would cast the weights for each token; here once
+            for start in range(0, len(own), size):
+                sample_tokens(agent, own[start : start + size], args, generator, greedy)
 
 
-def sample_team(agents, prompts, args, generator):
-    """Let each of N agents continue B prompts of its own: N results of `sample`. vLLM computes them in one batch."""
-    if args.use_vllm:
-        return sample_in_one_batch(agents, prompts, args, generator)
-    return [sample(agent, own_prompts, args, generator) for agent, own_prompts in zip(agents, prompts)]
+def sample(agent, prompts, args, generator, greedy=False):
+    """Let an agent answer B prompts, strings: a rollout of one turn, without rewards. Raises UserError.
+
+    `greedy`: the likeliest tokens.
+    """
+    transcripts = []
+    for prompt, ids in zip(prompts, encode(prompts, agent, args)):
+        transcripts.append(Transcript([prompt], ids))
+    if agent.engine:
+        agent.engine.hand_over_adapters([agent])
+    respond([agent], [transcripts], args, generator, greedy)
+    return collate(transcripts, agent, args)
 
 
-@torch.no_grad()
-def hand_over(agent, args):
-    """Give vLLM the agent's adapter. Raises UserError where it then has another."""
-    model = agent.model
-    agent.engine.load_adapter(agent.number, lambda path: adapters.save_adapter(path, model, agent.actor, args.model))
-    with autocast(model, args):
-        agent.engine.check(lambda ids: next_logits(agent, ids), agent.number)
+def act(agent, prompts, args, generator=None, greedy=False):
+    """An agent's responses, B strings, to B prompts, strings or chats; no generator: torch's own. Raises UserError.
 
-
-def next_logits(agent, ids):
-    """The actor's logits after ids [R, S]: [R, vocabulary]."""
-    return adapters.forward(agent.model, agent.actor, input_ids=ids, keep=1).logits[:, -1]
-
-
-def sample_in_one_batch(agents, prompts, args, generator):
-    """As sample_team, by vLLM, with the adapters that it was handed."""
-    settings = {
-        "max_tokens": args.max_output_tokens,
-        "min_tokens": args.min_output_tokens,
-        "stop_token_ids": end_tokens(agents[0].model, agents[0].tokenizer),
-        "temperature": args.temperature if generator else 0.0,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
-        "min_p": args.min_p,
-        "repetition_penalty": args.repetition_penalty,
-    }
-    batch = []
-    numbers = []
-    for agent, own_prompts in zip(agents, prompts):
-        batch += own_prompts
-        numbers += [agent.number] * len(own_prompts)
-    response_ids, logprobs = agents[0].engine.sample(batch, settings, generator, numbers)
-    texts = agents[0].tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-    results = []
-    for own_prompts in prompts:
-        start = sum(len(texts) for _, _, texts in results)
-        rows = slice(start, start + len(own_prompts))
-        results.append((response_ids[rows], logprobs[rows], texts[rows]))
-    return results
-
-
-def act(agent, prompts, args, generator=None):
-    """An agent's responses, B strings, to B prompts, strings or chats; with no generator those of the likeliest tokens.
-
-    `args` are those of a Run, with what depends on others filled in. Raises UserError.
+    `args` are those of a Run, with what depends on others filled in.
     """
     texts = [render(prompt, agent.tokenizer) for prompt in prompts]
-    prompt_ids = [encode_prompt(text, agent.tokenizer, args) for text in texts]
-    if args.use_vllm:
-        hand_over(agent, args)
-    _, _, responses = sample(agent, prompt_ids, args, generator)
-    return responses
+    rollout = sample(agent, texts, args, generator, greedy)
+    return [turns[0] for turns in rollout.responses]
 
 
-def play(agents, task, items, args, generator, phase):
+def observe(transcript, message, agent, args):
+    """Append what is said next to a transcript, if it fits. Returns whether another response fits after it."""
+    ids = reply(message, transcript.response_ids[-1], agent.tokenizer)
+    longest = args.max_model_len or math.inf
+    room = longest - len(transcript.ids) - len(ids)
+    if room >= 0:
+        transcript.add_observation(ids)
+    return room >= args.max_output_tokens
+
+
+def play(agents, task, items, args, generator, phase=lambda name: None, greedy=False):
     """Play an episode of each of B items, turn by turn: every agent answers, the team is scored. N rollouts.
 
-    `task` is a task, or a function that makes an environment; `phase` is called with the name of what takes the time.
-    With no generator the likeliest tokens are taken. Raises TaskError where task or environment fail.
+    `task` is a task, or, without --task, a function that makes an environment. An episode ends after --max-turns turns,
+    after one with a reward above --early-termination-threshold, where external_transition returns None, and where the
+    environment terminates it. It is truncated where the environment says so, also in the last turn, and where a
+    transcript has no room for another response. Where an environment fails, its episode has no turn in the rollouts.
+    `phase` is called with the name of what takes the time; `greedy`: the likeliest tokens. Raises TaskError where a
+    task fails, or all environments do.
     """
-    if args.use_vllm:
-        for agent in agents:
-            hand_over(agent, args)
-    models = [] if args.use_vllm else [agents[0].model]  # vLLM has weights of its own
-    with sharding.whole_models(models):
-        if args.task:
-            return play_task(agents, task, items, args, generator, phase)
-        return [play_environment(agents[0], task, items, args, generator, phase)]
-
-
-def play_environment(agent, make_environment, items, args, generator, phase):
-    """Play a game of each of B items, {"seed": k}. Games that an error ended are reported and left out."""
-    games = Games(make_environment, [item["seed"] for item in items], args.max_turns, args.reward_timeout)
-    transcripts = {}
-    while games.running:
-        running = list(games.running)
-        phase("sample")
-        for k in running:
-            if k in transcripts:
-                transcripts[k].prompts.append(games.observations[k])
-            else:
-                prompt = render([{"role": "user", "content": games.observations[k]}], agent.tokenizer)
-                transcripts[k] = Transcript([prompt], encode_prompt(prompt, agent.tokenizer, args))
-        response_ids, logprobs, texts = sample(agent, [transcripts[k].ids for k in running], args, generator)
-        phase("reward")
-        games.step(texts)
-        for row, k in enumerate(running):
-            transcripts[k].add_response(response_ids[row], logprobs[row], texts[row])
-            observe(games, k, transcripts[k], agent.tokenizer, args)
-
-    for k, error in games.dropped.items():
-        tqdm.write(f"the episode of seed {items[k]['seed']} is dropped: {error}")
-    kept = [k for k in transcripts if k not in games.dropped]
-    episodes = [[transcripts[k]] for k in kept]
-    rewards = [games.rewards[k] for k in kept]
-    return collate(episodes, rewards, rewards, [items[k] for k in kept], agent, args)
-
-
-def observe(games, k, transcript, tokenizer, args):
-    """Write down what game k says next; where no room is left for another response, stop it as truncated."""
-    if k in games.dropped or games.ended[k] in ("terminated", "horizon"):
-        return
-    observation_ids = reply(games.observations[k], transcript.response_ids[-1], tokenizer)
-    room = args.max_model_len - len(transcript.ids) - len(observation_ids)
-    if room >= 0:
-        transcript.add_observation(observation_ids)
-    if games.ended[k] is None and room < args.max_output_tokens:
-        games.stop(k)
-    transcript.truncated = games.ended[k] == "truncated"
-
-
-def play_task(agents, task, items, args, generator, phase):
-    """Play an episode of each of B items of a task, where each turn is a transcript of its own."""
-    episodes = tasks.Episodes(
-        task, items, args.num_agents, args.max_turns, args.early_termination_threshold, args.reward_timeout
-    )
-    transcripts = [[[] for _ in items] for _ in agents]
-    rewards = [[[] for _ in items] for _ in agents]
-    processed_rewards = [[[] for _ in items] for _ in agents]
-    while episodes.running:
-        running = list(episodes.running)
-        prompts = []
-        prompt_ids = []
-        phase("sample")
-        for i, agent in enumerate(agents):
-            prompts.append(episodes.prompts(i, agent.tokenizer))
-            prompt_ids.append([encode_prompt(prompt, agent.tokenizer, args) for prompt in prompts[i]])
-        responses = []
-        for i, result in enumerate(sample_team(agents, prompt_ids, args, generator)):
-            response_ids, logprobs, texts = result
-            responses.append(texts)
-            for row, k in enumerate(running):
-                transcript = Transcript([prompts[i][row]], prompt_ids[i][row], turn=len(transcripts[i][k]))
-                transcript.add_response(response_ids[row], logprobs[row], texts[row])
-                transcripts[i][k].append(transcript)
-        phase("reward")
-        turn_rewards, turn_processed_rewards = episodes.score(responses, prompts)
-        for i in range(len(agents)):
-            for row, k in enumerate(running):
-                rewards[i][k].append(turn_rewards[i][row])
-                processed_rewards[i][k].append(turn_processed_rewards[i][row])
-    rollouts = []
+    threshold = args.early_termination_threshold
+    if args.task:
+        episodes = tasks.Episodes(task, items, args.num_agents, args.max_turns, args.reward_timeout)
+    else:
+        episodes = envs.Games(task, items, args.reward_timeout)
+    # Tasks and games have the same methods, which call the user's functions and check what these return:
+    #   prompts              what an agent reads first: the formatters' prompts, or observations after a reset
+    #   reward_func          raw and processed rewards; a game makes its step; a task that fails is asked twice
+    #   external_transition  the next prompts, or the observation; None: the episode has ended
+    #   messages             what is new in the last prompts, a string for each agent
+    #   truncated, dropped   episodes that an environment cut short, or in which it failed
+    running = [k for k in range(len(items)) if k not in episodes.dropped]  # the episodes that go on
+    transcripts = [[Transcript() for _ in items] for _ in agents]
     for i, agent in enumerate(agents):
-        rollouts.append(collate(transcripts[i], rewards[i], processed_rewards[i], items, agent, args))
-    return rollouts
+        prompts = episodes.prompts(i, running, agent.tokenizer)
+        for k, prompt, ids in zip(running, prompts, encode(prompts, agent, args)):
+            transcripts[i][k] = Transcript([prompt], ids)
+    if agents[0].engine:
+        agents[0].engine.hand_over_adapters(agents)
+    with sharding.whole_models([] if agents[0].engine else [agents[0].model]):
+        for turn in range(args.max_turns):
+            if not running:
+                break
+            phase("sample")
+            playing = [[own[k] for k in running] for own in transcripts]
+            respond(agents, playing, args, generator, greedy)
+
+            phase("reward")
+            prompts = [[transcript.prompts[-1] for transcript in own] for own in playing]
+            responses = [[transcript.responses[-1] for transcript in own] for own in playing]
+            raw_rewards, rewards = episodes.reward_func(running, prompts, responses)  # each [N][len(running)]
+            for i, own in enumerate(playing):
+                for row, transcript in enumerate(own):
+                    transcript.raw_rewards.append(raw_rewards[i][row])
+                    transcript.rewards.append(rewards[i][row])
+
+            answered = running
+            running = []
+            for k, agent_rewards in zip(answered, zip(*raw_rewards)):
+                team_reward = sum(agent_rewards) / args.num_agents  # as reward_func gave it
+                good_enough = threshold is not None and team_reward > threshold
+                truncated = k in episodes.truncated
+                if (good_enough or turn + 1 == args.max_turns) and not truncated:
+                    continue  # worth 0 from here on
+                next_prompts = episodes.external_transition(k)
+                if next_prompts is None:
+                    continue  # worth 0 from here on
+                episodes.add_prompts(k, next_prompts)
+                messages = episodes.messages(k)
+                has_room = []
+                for own, message, agent in zip(transcripts, messages, agents):
+                    has_room.append(observe(own[k], message, agent, args))
+                if truncated or not all(has_room):
+                    for own in transcripts:
+                        own[k].truncated = True
+                    continue  # worth V
+                for own, message in zip(transcripts, messages):
+                    own[k].prompts.append(message)
+                running.append(k)
+    episodes.finish()
+    for k in episodes.dropped:
+        for own in transcripts:
+            own[k] = Transcript(prompt_ids=[agents[0].tokenizer.pad_token_id])
+    return [collate(own, agent, args) for own, agent in zip(transcripts, agents)]
 
 
 # --- Learning: log-probabilities, values, rewards, advantages, the losses ---------------------------------------------
 
 
-def transcript_inputs(rollout, args):
-    """What a model reads: the rows that have tokens, all of them."""
-    rows = rollout.has_tokens
-    return {
-        "input_ids": torch.cat([rollout.prompt_ids[rows], rollout.response_ids[rows]], 1),
-        "attention_mask": torch.cat([rollout.prompt_mask[rows], rollout.response_mask[rows]], 1),
-        "positions": args.calc_position_embeddings,
-    }
+def model_inputs(rollout, args):
+    """What a model reads: whole transcripts."""
+    positions = args.calc_position_embeddings
+    return {"input_ids": rollout.ids, "attention_mask": rollout.attention_mask, "positions": positions}
 
 
-def scatter(x, played):
-    """[*, L] of the rows that were played as [B, R, L], 0 elsewhere."""
-    scattered = x.new_zeros(*played.shape, x.shape[-1])
-    scattered[played] = x
-    return scattered
-
-
-def forward_adapter(agent, adapter, rollout, args):
-    """log pi(.|h), [*, L, vocabulary], before each of a transcript's L tokens, of an adapter (None: of the base)."""
-    L = rollout.response_ids.shape[-1]
-    with autocast(agent.model, args):
-        out = adapters.forward(agent.model, adapter, **transcript_inputs(rollout, args), keep=L + 1)
-    return (out.logits[:, :-1].float() / args.temperature).log_softmax(-1)
-
-
-def take_logprobs(log_pi, rollout):
-    """log pi(a|h) [B, R, L] of the tokens that are there, sampled or observed."""
-    has_tokens = rollout.has_tokens
-    tokens = rollout.response_ids[has_tokens][..., None]
-    return scatter(log_pi.gather(-1, tokens).squeeze(-1), has_tokens)
-
-
-def take_entropy(log_pi, rollout):
-    """The entropy of pi(.|h) in nats, [B, R, L], over the whole vocabulary."""
-    return scatter(-(log_pi.exp() * log_pi).sum(-1), rollout.has_tokens)
+def forward_policy(policy, rollout, args):
+    """log pi(.|h) [B, L, vocabulary] before each of the L tokens after a prompt, of an adapter on the base."""
+    L = rollout.logprobs.shape[-1]
+    out = adapters.forward(policy.model, policy, **model_inputs(rollout, args), keep=L + 1)
+    logits = out.logits[:, :-1].float() / args.temperature
+    return logits.log_softmax(-1)
 
 
 def critic_values(agent, rollout, args):
-    """V before each of a transcript's L tokens, then V after the last: [B, R, L + 1]."""
-    L = rollout.response_ids.shape[-1]
-    with autocast(agent.model, args):
-        inputs = transcript_inputs(rollout, args)
-        hidden_states = adapters.hidden_states(agent.model, agent.critic, **inputs, keep=L + 1)
-    values = agent.value_head(hidden_states.float()).squeeze(-1)
-    return scatter(values, rollout.has_tokens)
+    """V before each of the L tokens after a prompt, then V after the last: [B, L + 1]."""
+    L = rollout.logprobs.shape[-1]
+    inputs = model_inputs(rollout, args)
+    hidden_states = adapters.hidden_states(agent.model, agent.critic, **inputs, keep=L + 1)
+    return agent.value_head(hidden_states.float()).squeeze(-1)
 
 
-def masked_mean(x, mask):
-    """This process's share of the mean of x over the mask's ones: averaged over the processes, it is the mean."""
-    return (x * mask).sum() / distributed.mean(mask.sum())
-
-
-def row_parts(rollout, args):
-    """The rows of a rollout, as many at a time as a forward pass reads.
-
-    With --shard all processes make as many passes: one that has fewer parts takes its first row again.
-    """
-    rows = torch.arange(len(rollout.rewards), device=rollout.rewards.device)
-    parts = list(rows.split(args.micro_batch_size_per_gpu))
-    if args.shard:
-        most = max(distributed.gather_objects(len(parts)))
-        parts += [rows[:1]] * (most - len(parts))
-    return parts
+def forward_size(args):
+    """Episodes in a forward pass."""
+    return args.micro_batch_size_per_gpu or args.batch_size // distributed.world_size()
 
 
 @torch.no_grad()
-def compute_logprobs(agent, adapter, rollout, args):
-    """log pi(a|h) [B, R, L] of an adapter (None: the base), a part of the rollout at a time."""
-    logprobs = torch.zeros_like(rollout.logprobs)
-    for rows in row_parts(rollout, args):
-        part = rollout.select(rows)
-        L = part.response_ids.shape[-1]
-        logprobs[rows, :, :L] = take_logprobs(forward_adapter(agent, adapter, part, args), part)
-    return logprobs
+def compute_logprobs(policy, rollout, args):
+    """log pi(a|h) [B, L] of the tokens after a prompt, sampled or observed, of an adapter on the base."""
+
+    def compute(part):
+        log_pi = forward_policy(policy, part, args)
+        return take_logprobs(log_pi, part.response_ids)
+
+    return rollout.map(compute, forward_size(args))
 
 
 @torch.no_grad()
 def compute_values(agent, rollout, args):
-    """V before each of a transcript's L tokens, then V after the last: [B, R, L + 1]."""
-    values = pad(torch.zeros_like(rollout.logprobs), (0, 1))
-    for rows in row_parts(rollout, args):
-        part = rollout.select(rows)
-        L = part.response_ids.shape[-1]
-        values[rows, :, : L + 1] = critic_values(agent, part, args)
-    return values
+    """V before each of the L tokens after a prompt, then V after the last: [B, L + 1]."""
+    return rollout.map(lambda part: critic_values(agent, part, args), forward_size(args))
 
 
 def samples_exactly(agent, args):
-    """Whether the log-probabilities of the sampler are those of learning, to 1e-5: full precision, nothing left out.
+    """Whether the sampler's log-probabilities are those of learning, to 1e-5: full precision, nothing left out.
 
-    vLLM's, and those of a quantized base, are of kernels that round by the number of rows.
+    The kernels of vLLM, and of a quantized base, round in another way when a batch has another size.
     """
     if args.use_vllm or getattr(agent.model.config, "quantization_config", None):
         return False
@@ -962,73 +743,73 @@ def samples_exactly(agent, args):
 
 
 def standardise(x, mask, eps=1e-6):
-    """(x - mean) / max(deviation, eps) over the mask's ones in all processes, 0 elsewhere."""
+    """(x - mean) / max(deviation, eps) where the mask is 1, in all processes; 0 elsewhere."""
     count = distributed.total(mask.sum())
     mean = distributed.total((x * mask).sum()) / count
-    deviation = (distributed.total(((x - mean) ** 2 * mask).sum()) / count).sqrt()
-    return (x - mean) / deviation.clamp(min=eps) * mask
+    variance = distributed.total(((x - mean) ** 2 * mask).sum()) / count
+    return (x - mean) / variance.sqrt().clamp(min=eps) * mask
 
 
 def first_tokens(rollout):
-    """[B, R, L] 1 on the first token of each turn."""
-    previous_turn = pad(rollout.turn_of_token[..., :-1], (1, 0), value=-1)
-    return rollout.mask * (rollout.turn_of_token != previous_turn)
+    """[B, L] 1 on the first token of each turn."""
+    previous_turn = pad(rollout.turn_of_token[:, :-1], (1, 0), value=-1)
+    return rollout.response_mask * (rollout.turn_of_token != previous_turn)
 
 
 def last_tokens(rollout):
-    """[B, R, L] 1 on the last token of each turn."""
-    next_turn = pad(rollout.turn_of_token[..., 1:], (0, 1), value=-1)
-    return rollout.mask * (rollout.turn_of_token != next_turn)
+    """[B, L] 1 on the last token of each turn."""
+    next_turn = pad(rollout.turn_of_token[:, 1:], (0, 1), value=-1)
+    return rollout.response_mask * (rollout.turn_of_token != next_turn)
 
 
 def to_turns(x, rollout, reduction="sum"):
-    """Numbers of tokens, [B, R, L], as one for each turn, [B, T, 1]: their sum, or what `reduction` says."""
-    mask = rollout.mask
+    """Numbers of tokens, [B, L], as one for each turn, [B, T]: their sum, or what `reduction` says."""
+    mask = rollout.response_mask
     if reduction == "first_value":
         mask = first_tokens(rollout)
     if reduction == "final_value":
         mask = last_tokens(rollout)
-    turns = rollout.turn_of_token.clamp(min=0).flatten(1)
+    turns = rollout.turn_of_token.clamp(min=0)
     blank = torch.zeros_like(rollout.rewards)
-    sums = blank.scatter_add(1, turns, (x * mask).flatten(1))
+    sums = blank.scatter_add(1, turns, x * mask)
     if reduction == "mean":
-        sums = sums / blank.scatter_add(1, turns, mask.flatten(1)).clamp(min=1)
-    return sums[..., None]
+        sums = sums / blank.scatter_add(1, turns, mask).clamp(min=1)
+    return sums
 
 
 def to_tokens(x, rollout):
-    """Numbers of turns, [B, T, 1], repeated at the turns' tokens, [B, R, L]."""
-    turns = rollout.turn_of_token.clamp(min=0).flatten(1)
-    return x.squeeze(-1).gather(1, turns).view_as(rollout.turn_of_token) * rollout.mask
+    """Numbers of turns, [B, T], repeated at the turns' tokens, [B, L]."""
+    return x.gather(1, rollout.turn_of_token.clamp(min=0)) * rollout.response_mask
 
 
 def bootstrap_rewards(rollout, values, args):
-    """The rewards of turns, [B, T]; the last turn of a truncated episode gets gamma times the V of its end too."""
-    end = rollout.response_mask.sum(-1, keepdim=True)
-    end_value = values.gather(-1, end)[:, -1, 0]  # only games are truncated, and they have one transcript
-    future = args.gamma * rollout.truncated * end_value
-    last_turn = (rollout.played.sum(1, keepdim=True) - 1).clamp(min=0)
-    return rollout.processed_rewards.scatter_add(1, last_turn, future[:, None])
+    """[B, T] the rewards, plus gamma V after the last token on the last turn of a truncated episode."""
+    L = rollout.logprobs.shape[-1]
+    end = rollout.attention_mask[:, -L:].sum(1, keepdim=True)
+    future = args.gamma * rollout.truncated[:, None] * values.gather(1, end)
+    num_turns = rollout.played.sum(1, keepdim=True)
+    last_turn = (num_turns - 1).clamp(min=0)
+    return rollout.rewards.scatter_add(1, last_turn, future)
 
 
-def action_values(values, rollout, args):
-    """V of actions, [B, R, L] of tokens or [B, T, 1] of turns, from V [B, R, L + 1]."""
-    values = values[..., :-1]
-    if args.action_granularity == "turn":
-        return to_turns(values, rollout, args.turn_value_reduction)
-    return values * rollout.mask
+def values_of_actions(values, rollout, args):
+    """V of actions, [B, K], from V [B, L + 1]: before a token, or of a turn, from those of its tokens."""
+    values = values[:, :-1]
+    if args.action_granularity == "token":
+        return values * rollout.response_mask
+    return to_turns(values, rollout, args.turn_value_reduction)
 
 
-def prepare_actions(rollout, values, args):
-    """Rewards, values and mask of actions, [B, R, L] each of tokens or [B, T, 1] of turns, from V [B, R, L + 1].
+def to_actions(rewards, values, rollout, args):
+    """Rewards of turns, [B, T], and V [B, L + 1] as rewards, values and mask of actions, [B, K].
 
-    A turn's reward lies on its last token.
+    With tokens as actions a turn's reward is its last token's.
     """
-    rewards = bootstrap_rewards(rollout, values, args)[..., None]
-    values = action_values(values, rollout, args)
-    if args.action_granularity == "turn":
-        return rewards, values, rollout.played.float()[..., None]
-    return to_tokens(rewards, rollout) * last_tokens(rollout), values, rollout.mask
+    values = values_of_actions(values, rollout, args)
+    if args.action_granularity == "token":
+        rewards = to_tokens(rewards, rollout) * last_tokens(rollout)
+        return rewards, values, rollout.response_mask
+    return rewards, values, rollout.played.float()
 
 
 def gae(rewards, values, mask, gamma, gae_lambda):
@@ -1055,254 +836,178 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 
 
 @dataclass
-class Batch:
-    """Episodes of a rollout, and what their actions are to learn: [B, R, L] of tokens, or [B, T, 1] of turns."""
+class Batch(Rollout):
+    """A rollout, and what the losses need beside it; the counts are of the mini-batch, also in its micro-batches."""
 
-    rollout: Rollout
-    old_values: torch.Tensor
-    advantages: torch.Tensor  # 0 on all that is no action
-    returns: torch.Tensor  # the critic's targets
-    action_mask: torch.Tensor  # 1 on actions
-    part_size: int  # episodes in a forward pass
-    num_tokens: torch.Tensor | None = None  # sampled tokens of the whole mini-batch, on average over the processes
-    num_actions: torch.Tensor | None = None  # actions of the whole mini-batch, on average over the processes
-    num_passes: int = 1  # forward passes, at least: with --shard all processes make as many
-
-    def select(self, rows):
-        """The episodes of these rows, trimmed as Rollout.select does: turns have nothing to trim."""
-        rollout = self.rollout.select(rows)
-        L = rollout.response_ids.shape[-1]
-        return replace(
-            self,
-            rollout=rollout,
-            old_values=self.old_values[rows, :, :L],
-            advantages=self.advantages[rows, :, :L],
-            returns=self.returns[rows, :, :L],
-            action_mask=self.action_mask[rows, :, :L],
-        )
-
-    def blank(self):
-        """The first episode without its actions: a mini-batch from which nothing is learned."""
-        first = self.select(torch.zeros(1, dtype=torch.long, device=self.action_mask.device))
-        rollout = first.rollout
-        return replace(
-            first,
-            rollout=replace(rollout, turn_of_token=torch.full_like(rollout.turn_of_token, -1)),
-            advantages=torch.zeros_like(first.advantages),
-            action_mask=torch.zeros_like(first.action_mask),
-        )
-
-    def split(self, num_parts):
-        """Parts whose losses add up to the batch's own: micro-batches, `num_parts` times as many as planned."""
-        part_size = math.ceil(min(self.part_size, len(self.action_mask)) / num_parts)
-        parts = torch.arange(len(self.action_mask), device=self.action_mask.device).split(part_size)
-        for rows in parts:
-            yield self.select(rows)
-        for _ in range(self.num_passes - len(parts)):
-            yield self.blank()
+    reference_logprobs: torch.Tensor | None  # [B, L] log pi_ref(a|h); None with --beta 0
+    old_values: torch.Tensor  # [B, K] V(h) before the update
+    advantages: torch.Tensor  # [B, K]
+    returns: torch.Tensor  # [B, K] the critic's targets
+    action_mask: torch.Tensor  # [B, K] 1 on actions: on sampled tokens, or on turns that were played
+    num_tokens: torch.Tensor | None = None  # sampled tokens, on average over the processes
+    num_actions: torch.Tensor | None = None  # actions, on average over the processes
 
 
 def minibatches(batch, args, generator):
-    """The mini-batches of a rollout's batch, in a new random order; an episode's turns stay together.
-
-    All processes have as many as the one with the most episodes; those that one lacks are blank.
-    """
-    order = torch.randperm(len(batch.action_mask), generator=generator, device=generator.device)
+    """The mini-batches of a rollout's batch, in a new random order; an episode's turns stay together."""
+    order = torch.randperm(len(batch.ids), generator=generator, device=generator.device)
     size = args.batch_size // distributed.world_size()
-    most = max(distributed.gather_objects(len(order)))
-    for start in range(0, most, size):
-        rows = order[start : start + size]
-        minibatch = batch.select(rows) if len(rows) else batch.blank()
-        minibatch.num_tokens = distributed.mean(minibatch.rollout.mask.sum())
-        minibatch.num_actions = distributed.mean(minibatch.action_mask.sum())
-        if args.shard:
-            minibatch.num_passes = math.ceil(min(size, most - start) / batch.part_size)
+    for rows in order.split(size):
+        minibatch = batch.select(rows)
+        num_tokens = distributed.mean(minibatch.response_mask.sum())
+        num_actions = distributed.mean(minibatch.action_mask.sum())
+        minibatch.num_tokens = num_tokens.clamp(min=1e-3)  # 0 where all are dropped
+        minibatch.num_actions = num_actions.clamp(min=1e-3)
         yield minibatch
 
 
-def sampler_weights(rollout, args):
-    """The weight of each ratio in the actor's loss: pi_old / pi of vLLM, at most 2; 1 without vLLM.
+def ppo_loss(agent, part, args):
+    """The actor's loss of a micro-batch, and its metrics: sums over it, divided by the counts of its mini-batch.
 
-    [B, R, L] of tokens, or [B, T, 1] of turns, whose pi is the product of their tokens'.
+    The policy's loss and the clip fraction are means over tokens, with --turn-level-clip over turns.
     """
-    log_ratio = (rollout.logprobs - rollout.sampler_logprobs) * rollout.mask
-    if not args.use_vllm or not args.sampler_correction:
-        log_ratio = torch.zeros_like(log_ratio)
-    if args.turn_level_clip:
-        log_ratio = to_turns(log_ratio, rollout)
-    return log_ratio.exp().clamp(max=MOST_WEIGHT)
-
-
-def ppo_loss(agent, minibatch, args):
-    """The actor's loss of a mini-batch, or a part's share in it, and its metrics: means over its tokens.
-
-    With --turn-level-clip the policy's loss is the mean over its turns.
-    """
-    rollout = minibatch.rollout
-    log_pi = forward_adapter(agent, agent.actor, rollout, args)
-    logprobs = take_logprobs(log_pi, rollout)
+    mask = part.response_mask
+    log_pi = forward_policy(agent.actor, part, args)
+    logprobs = take_logprobs(log_pi, part.response_ids)
     if args.ent_coef == 0:
         log_pi = log_pi.detach()  # the entropy is a metric only
-    entropy = (take_entropy(log_pi, rollout) * rollout.mask).sum() / minibatch.num_tokens
-    log_ratio = (logprobs - rollout.logprobs) * rollout.mask
-    approx_kl = (log_ratio.exp() - 1 - log_ratio).detach().sum() / minibatch.num_tokens
+    entropy = -(log_pi.exp() * log_pi).sum(-1)
+    entropy = (entropy * mask).sum() / part.num_tokens
+    log_ratio = (logprobs - part.logprobs) * mask
+    approx_kl = log_ratio.exp() - 1 - log_ratio
+    approx_kl = approx_kl.sum() / part.num_tokens
     k3 = torch.zeros_like(entropy)
     if args.beta > 0:
-        d = (rollout.reference_logprobs - logprobs) * rollout.mask
-        k3 = (d.exp() - d - 1).sum() / minibatch.num_tokens
+        d = (part.reference_logprobs - logprobs) * mask
+        k3 = (d.exp() - d - 1).sum() / part.num_tokens
 
-    advantages = minibatch.advantages
-    num_ratios = minibatch.num_tokens
+    sampler_log_ratio = (part.logprobs - part.sampler_logprobs) * mask
     if args.turn_level_clip:  # the ratio of a turn is the product of its tokens'
-        log_ratio = to_turns(log_ratio, rollout)
-        num_ratios = minibatch.num_actions
-    elif args.action_granularity == "turn":
-        advantages = to_tokens(advantages, rollout)
+        log_ratio = to_turns(log_ratio, part)
+        sampler_log_ratio = to_turns(sampler_log_ratio, part)
+        advantages = part.advantages
+        num_ratios = part.num_actions
+    elif args.action_granularity == "turn":  # each token has its turn's advantage
+        advantages = to_tokens(part.advantages, part)
+        num_ratios = part.num_tokens
+    else:
+        advantages = part.advantages
+        num_ratios = part.num_tokens
 
     rho = log_ratio.exp()
     clipped_rho = rho.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     ratio_losses = torch.max(-advantages * rho, -advantages * clipped_rho)
-    policy_loss = (sampler_weights(rollout, args) * ratio_losses).sum() / num_ratios
+    if args.use_vllm and args.sampler_correction:  # the weight of a ratio is pi_old / pi of vLLM, at most 2
+        weights = sampler_log_ratio.exp()
+        ratio_losses = weights.clamp(max=2.0) * ratio_losses
+    policy_loss = ratio_losses.sum() / num_ratios
     clip_fraction = (rho != clipped_rho).float().sum() / num_ratios
 
     loss = policy_loss + args.beta * k3 - args.ent_coef * entropy
     metrics = {
-        "policy_loss": policy_loss,
-        "entropy": entropy,
-        "k3": k3,
-        "approx_kl": approx_kl,
+        "policy_loss": policy_loss.detach(),
+        "entropy": entropy.detach(),
+        "k3": k3.detach(),
+        "approx_kl": approx_kl.detach(),
         "clip_fraction": clip_fraction,
     }
     return loss, metrics
 
 
-def value_loss(agent, minibatch, args):
-    """The critic's loss of a mini-batch, or a part's share in it, and its metric: the mean over its actions."""
-    rollout = minibatch.rollout
-    values = action_values(critic_values(agent, rollout, args), rollout, args)
-    change = (values - minibatch.old_values).clamp(-args.clip_coef, args.clip_coef)
-    error = (values - minibatch.returns) ** 2
-    clipped_error = (minibatch.old_values + change - minibatch.returns) ** 2
-    loss = 0.5 * (torch.max(error, clipped_error) * minibatch.action_mask).sum() / minibatch.num_actions
-    return args.vf_coef * loss, {"value_loss": loss}
+def value_loss(agent, part, args):
+    """The critic's loss of a micro-batch, and its metric: a sum over it, divided by the actions of its mini-batch."""
+    values = values_of_actions(critic_values(agent, part, args), part, args)
+    change = (values - part.old_values).clamp(-args.clip_coef, args.clip_coef)
+    error = (values - part.returns) ** 2
+    clipped_error = (part.old_values + change - part.returns) ** 2
+    error = torch.max(error, clipped_error)
+    loss = 0.5 * (error * part.action_mask).sum() / part.num_actions
+    return args.vf_coef * loss, {"value_loss": loss.detach()}
 
 
 def optimizer_step(agent, args):
-    """Descend the gradient, clipped, once; returns metrics. One that is not finite changes nothing."""
+    """Clip the gradient, and step; returns metrics. With a gradient that is not finite there is no step.
+
+    Raises UserError when this happens three times in a row.
+    """
     optimizer = agent.optimizers[0]
     parameters = []
     for group in optimizer.param_groups:
         parameters += group["params"]
     distributed.average_gradients(parameters)
     norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-    finite = agent.faults.finite([norm])
-    if finite:
+    if norm.isfinite():
         optimizer.step()
+        agent.num_skipped = 0
+    else:
+        agent.num_skipped += 1
     optimizer.zero_grad()
-    return {"grad_norm": norm, "skipped": torch.tensor(0.0 if finite else 1.0)}
+    if agent.num_skipped >= 3:
+        raise UserError("three gradients in a row were not finite: lower --lr-actor and --lr-critic")
+    return {"grad_norm": norm, "skipped": 1.0 - norm.isfinite().float()}
 
 
-def describe_drift(rollout, reference_logprobs):
-    """How far an agent is from its reference: metrics, means over tokens in nats."""
-    return {
-        "kl": masked_mean(rollout.logprobs - reference_logprobs, rollout.mask),
-        "reference_logprob": masked_mean(reference_logprobs, rollout.mask),
-    }
+def learn(agent, rollout, args, generator):
+    """One agent's update from its rollout; returns metrics, scalars by name. The generator draws the mini-batches.
 
-
-def describe_update(batch, history, args):
-    """What an agent's update was like: metrics of the rollout, and means over its optimiser steps."""
-    rollout = batch.rollout
-    metrics = {"response_length": rollout.mask.sum() / distributed.mean(rollout.played.sum())}
-    metrics |= average(history)
-    metrics["explained_variance"] = explained_variance(batch.returns, batch.old_values, batch.action_mask)
-    if args.use_vllm:
-        metrics |= sampler_metrics(rollout, MOST_WEIGHT)
-    return metrics
-
-
-def describe_episodes(task, items, rollouts, args):
-    """Metrics of the task's own, or how many games were truncated and how many dropped.
-
-    Averaged over the processes, they are the numbers of games in all of them.
+    The rollout is one of play, of sample with `rewards` [B, T] from anywhere, or of make_rollout. Passes over it: the
+    critic's, the reference's if --beta is above 0, the actor's unless samples_exactly; then, in each epoch, the actor's
+    and the critic's, with gradients.
     """
-    if args.task:
-        return tasks.extra_metrics(task, rollouts)
-    processes = distributed.world_size()
-    dropped = len(items) - len(rollouts[0].items)
-    return {"truncated": processes * rollouts[0].truncated.sum(), "dropped": float(processes * dropped)}
+    if not samples_exactly(agent, args):
+        rollout = replace(rollout, logprobs=compute_logprobs(agent.actor, rollout, args))
+    reference_logprobs = compute_logprobs(agent.reference, rollout, args) if args.beta > 0 else None
+    values = compute_values(agent, rollout, args)
+    rewards = bootstrap_rewards(rollout, values, args)
+    action_rewards, old_values, action_mask = to_actions(rewards, values, rollout, args)
+    advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
+    if args.adv_whitening:
+        advantages = standardise(advantages, action_mask)
+    batch = Batch(
+        **vars(rollout),
+        reference_logprobs=reference_logprobs,
+        old_values=old_values,
+        advantages=advantages,
+        returns=returns,
+        action_mask=action_mask,
+    )
+
+    losses = []
+    steps = []
+    with adapters.training(agent.model):
+        for _ in range(args.update_epochs):
+            for minibatch in minibatches(batch, args, generator):
+                for part in minibatch.split(forward_size(args)):  # their gradients add up
+                    actor_loss, actor_metrics = ppo_loss(agent, part, args)
+                    actor_loss.backward()
+                    critic_loss, critic_metrics = value_loss(agent, part, args)
+                    critic_loss.backward()
+                    losses.append(actor_metrics | critic_metrics)
+                steps.append(optimizer_step(agent, args))
+    for schedule in agent.schedules:
+        schedule.step()
+    return update_metrics(batch, losses, steps, with_sampler=args.use_vllm)
 
 
-def update_reference(agent, step, num_items, args):
-    """Copy the actor to the reference after every --reference-update-interval passes over the training set."""
-    epochs = step * args.rollout_buffer_size // num_items
-    epochs_before = (step - 1) * args.rollout_buffer_size // num_items
-    interval = args.reference_update_interval
-    if interval and epochs // interval > epochs_before // interval:
+def update_reference(agent, step, size, num_items, args):
+    """Copy the actor to the reference after every --reference-update-interval passes over the training set.
+
+    An update has `size` of its `num_items` items.
+    """
+    interval = args.reference_update_interval * num_items
+    if interval and step * size // interval > (step - 1) * size // interval:
         adapters.copy_adapter(agent.model, agent.actor, agent.reference)
 
 
 # --- main: sample, score, learn, log ----------------------------------------------------------------------------------
 
 
-def load_env_data(args, env, train_dataset, eval_dataset):
-    """A function that makes an environment, its optimum (or None), and items to train on and to hold out: seeds."""
-    if train_dataset is not None or eval_dataset is not None:
-        raise UserError("train_dataset= and eval_dataset= are the data of a task; give task= or --task")
-    make_environment, optimum = load_env(env or args.env or sys.modules[__name__], args.max_turns)
-    first = 1_000_000 * args.seed
-    train_items = [{"seed": first + k} for k in range(args.train_size)]
-    held_out_items = [{"seed": first + 500_000 + k} for k in range(args.eval_loop or 256)]
-    return make_environment, optimum, train_items, held_out_items
-
-
-def load_task_data(args, task, tokenizer, train_dataset, eval_dataset):
-    """A task, its optimum (or None), and items to train on and to hold out."""
-    task = tasks.load_task(task or args.task, args.num_agents, args.max_turns)
-    optimum = task.optimum(args.num_agents, args.max_turns) if hasattr(task, "optimum") else None
-    data = tasks.load_items(task, args, args.seed, args.rollout_buffer_size, train_dataset, eval_dataset)
-    readers = [(tokenizer or load_tokenizer(args.model, args), args.max_prompt_length)] * args.num_agents
-    train_items, held_out_items = tasks.fit_prompts(task, args, readers, args.rollout_buffer_size, *data)
-    size = args.eval_loop or len(held_out_items)
-    if args.evaluation_interval and size > len(held_out_items):
-        count = len(held_out_items)
-        distributed.say(f"--eval-loop {size}: the task has {count} held-out items, and those are taken")
-    return task, optimum, train_items, [*held_out_items][:size]
-
-
 def evaluate(agents, task, items, args):
-    """The mean score of the likeliest answers to held-out items, of which each process plays its share."""
+    """The mean score of held-out episodes, played with the likeliest tokens, as AgileRL's fitness is."""
     own_items = items[distributed.rank() :: distributed.world_size()]
-    rollouts = play(agents, task, own_items, args, generator=None, phase=lambda name: None)
-    return team_metrics(rollouts)["reward_mean"]
-
-
-def build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum):
-    """The run's folder, with what it is to keep and to restore."""
-    save = functools.partial(adapters.save_agents, with_optimizer=args.save_optimizer, with_base=args.save_base)
-    return Run(
-        folder,
-        args,
-        script=__file__,
-        agents=agents,
-        save=save,
-        load=adapters.load_agents,
-        save_together=args.shard,
-        generator=generator,
-        updates=updates,
-        samples_per_update=args.rollout_buffer_size,
-        updates_per_epoch=updates_per_epoch,
-        held_out_metric="fitness",
-        optimum=optimum,
-    )
-
-
-def count_updates(num_items, args):
-    """The updates of the run: those of its epochs, or, where these are fewer, those of --max-steps."""
-    updates = args.num_train_epochs * num_items // args.rollout_buffer_size
-    if args.max_steps:
-        updates = min(updates, math.ceil(args.max_steps / args.rollout_buffer_size))
-    return updates
+    some_items = own_items or items[:1]  # all processes play, also one without items, whose episode does not count
+    rollouts = play(agents, task, some_items, args, generator=None, greedy=True)
+    return mean_reward(rollouts, count=len(own_items) > 0)
 
 
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None, env=None):
@@ -1314,68 +1019,54 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     """
     device = distributed.start()
     args = resolve_args(args or Args(), task, model, env)
+    size = args.rollout_buffer_size // args.num_generations  # items of an update
+    rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     if args.task:
-        data = load_task_data(args, task, tokenizer, train_dataset, eval_dataset)
+        task = tasks.load_task(task or args.task, args.num_agents, args.max_turns)
+        optimum = tasks.optimum(task, args.num_agents, args.max_turns)
+        readers = tasks.readers(args, "max_output_tokens", model, tokenizer, quantized=True)
+        train_items, held_out_items = tasks.load_data(task, args, readers, size, **rows, most="eval_loop")
     else:
-        data = load_env_data(args, env, train_dataset, eval_dataset)
-    task, optimum, train_items, held_out_items = data
-    folder = run_folder(args, __file__, args.task or args.env, MAY_CHANGE)
-    updates = count_updates(len(train_items), args)
-    updates_per_epoch = len(train_items) / args.rollout_buffer_size
+        task, optimum = envs.load_env(env or args.env or sys.modules[__name__], args.max_turns)
+        train_items, held_out_items = envs.game_seeds(args, size, args.eval_loop or 256, **rows)
+    run = Run(
+        args,
+        script=__file__,
+        subject=args.task or args.env,
+        num_items=len(train_items),
+        items_per_update=size,
+        may_change=MAY_CHANGE,
+        memory_flags={  # of each phase the flag that takes less, and what it is where it is None
+            "sample": ("hf_generate_chunk_size", args.rollout_buffer_size),
+            "learn": ("micro_batch_size_per_gpu", args.batch_size),
+        },
+        held_out_metric="fitness",
+        optimum=optimum,
+    )
 
     set_seed(args.seed)
-    agents = build_agents(args, device, updates, model, tokenizer)
-    generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * distributed.rank())
-    with build_run(args, folder, agents, generator, updates, updates_per_epoch, optimum) as run:
-        size = args.rollout_buffer_size
-        data = tasks.batches(train_items, size, args.num_train_epochs, args.seed, run.step, updates)
-        for step, items in run.updates(data):
+    agents = build_agents(args, device, run.num_updates, model, tokenizer)
+    generator = distributed.generator(args.seed, device)
+    save = functools.partial(adapters.save_agents, with_optimizer=args.save_optimizer, with_base=args.save_base)
+    with run.start(agents, generator, save, adapters.load_agents):  # which resumes, and saves however it ends
+        for step, items in run.updates(train_items):  # this process's items of an update
             # 1. Every agent plays, and the environment or the task scores.
-            items = items[distributed.rank() :: distributed.world_size()]
+            items = [item for item in items for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator, run.phase)
 
             # 2. Each agent learns alone.
-            drifts = []
-            agent_metrics = {}
-            for i, (agent, rollout) in enumerate(zip(agents, rollouts)):
-                run.phase("evaluate")
-                if not samples_exactly(agent, args):
-                    rollout.logprobs = compute_logprobs(agent, agent.actor, rollout, args)
-                if args.beta > 0:
-                    rollout.reference_logprobs = compute_logprobs(agent, agent.reference, rollout, args)
-                values = compute_values(agent, rollout, args)
-                rewards, values, action_mask = prepare_actions(rollout, values, args)
-                advantages, returns = gae(rewards, values, action_mask, args.gamma, args.gae_lambda)
-                if args.adv_whitening:
-                    advantages = standardise(advantages, action_mask)
-
-                run.phase("update")
-                batch = Batch(rollout, values, advantages, returns, action_mask, args.micro_batch_size_per_gpu)
-                history = []
-                adapters.set_training(agent.model, True)
-                for _ in range(args.update_epochs):
-                    for minibatch in minibatches(batch, args, generator):
-                        metrics = agent.faults.backward(agent, minibatch, args, ppo_loss, value_loss)  # .backward()
-                        history.append(metrics | optimizer_step(agent, args))
-                adapters.set_training(agent.model, False)
-                agent.schedules[0].step()
-                update_reference(agent, step, len(train_items), args)
-
-                if args.beta > 0:
-                    drifts.append(describe_drift(rollout, rollout.reference_logprobs))
-                for name, x in describe_update(batch, history, args).items():
-                    agent_metrics[f"agent_{i}/{name}"] = x
+            run.phase("learn")
+            metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
+            for agent in agents:
+                update_reference(agent, step, size, len(train_items), args)
 
             # 3. Metrics, held-out episodes, samples.
-            metrics = team_metrics(rollouts) | average(drifts) | agent_metrics
-            metrics |= describe_episodes(task, items, rollouts, args)
             held_out = None
-            interval = args.evaluation_interval
-            if held_out_items and interval and (step % interval == 0 or step in (1, updates)):
-                run.phase("held-out")
+            if held_out_items and run.is_due(step, args.evaluation_interval):
+                run.phase("evaluate")
                 held_out = evaluate(agents, task, held_out_items, args)
-            new_tokens = sum(rollout.mask.sum() for rollout in rollouts)
-            run.log(metrics, rollouts[0].items, rollouts, new_tokens, held_out)
+            counts = {} if args.task and args.max_turns == 1 else envs.episode_counts(rollouts[0])
+            run.log(items, rollouts, metrics, counts | tasks.extra_metrics(task, rollouts), held_out)
     return agents, run
 
 

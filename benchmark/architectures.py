@@ -199,12 +199,13 @@ def check_script(script, folder, output_dir):
     args = run.args
     generator = torch.Generator().manual_seed(1)
     items = Task().train_dataset(8, 0)
-    rollout = script.play(agents, Task(), items, args, generator, phase=lambda name: None)[0]
+    rollout = script.play(agents, Task(), items, args, generator)[0]
+    mask = rollout.response_mask
     return {
         "recomputes": getattr(policy_of(agent), "recomputes", False),
-        "lengths": sorted(rollout.mask.sum(-1).flatten().int().tolist()),
-        "sampled": largest(rollout.logprobs - logprobs_alone(agent, rollout), rollout.mask),
-        "recomputed": largest(rollout.logprobs - learning_logprobs(script, agent, rollout, args), rollout.mask),
+        "lengths": sorted(mask.sum(-1).flatten().int().tolist()),
+        "sampled": largest(rollout.logprobs - logprobs_alone(agent, rollout), mask),
+        "recomputed": largest(rollout.logprobs - script.compute_logprobs(agent.actor, rollout, args), mask),
         "change": weight_change(agent),
         "saved": saved_difference(script, agent, folder, run.folder),
     }
@@ -221,27 +222,18 @@ def largest(difference, mask):
 
 @torch.no_grad()
 def logprobs_alone(agent, rollout):
-    """log pi [B, 1, L] of each sequence in a batch of its own, without padding, mask or cache."""
+    """log pi of each sequence, in the rollout's shape, in a batch of its own, without padding, mask or cache."""
     model = policy_of(agent)
     if not isinstance(agent.actor, torch.nn.Module):
         agent.model.set_adapter(agent.actor)
     logprobs = torch.zeros_like(rollout.logprobs)
-    for b in range(len(logprobs)):
-        prompt = rollout.prompt_ids[b, 0][rollout.prompt_mask[b, 0] > 0]
-        response = rollout.response_ids[b, 0][rollout.mask[b, 0] > 0]
-        ids = torch.cat([prompt, response])[None]
-        log_pi = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        logprobs[b, 0, : len(response)] = log_pi.gather(1, response[:, None])[:, 0]
+    rows = [x.flatten(0, -2) for x in (rollout.ids, rollout.attention_mask, rollout.response_mask, logprobs)]
+    for row_ids, attention_mask, response_mask, row_logprobs in zip(*rows):
+        ids = row_ids[attention_mask > 0]
+        length = int(response_mask.sum())
+        log_pi = model(ids[None], use_cache=False).logits[0, -length - 1 : -1].log_softmax(-1)
+        row_logprobs[:length] = log_pi.gather(1, ids[-length:, None])[:, 0]
     return logprobs
-
-
-@torch.no_grad()
-def learning_logprobs(script, agent, rollout, args):
-    """log pi [B, 1, L] as the script computes it to learn."""
-    if script is ppo_llm:
-        return ppo_llm.compute_logprobs(agent, agent.actor, rollout, args)
-    log_pi, _ = script.forward_policy(agent.actor, rollout, args)
-    return script.take_logprobs(log_pi, rollout)
 
 
 def weight_change(agent):

@@ -8,8 +8,7 @@
 Two agents get the prompts that our scripts give them, token for token, about the same items in the same order.
 Sampling, learning rates, buffers and mini-batches are as in our scripts; the rest, the value loss's weight among it, is
 the peer's default, or --config '{"name": value}'. A row is the joint samples between two updates. Its seconds: `sample`
-is generate(), `reward` our reward_func, `evaluate` the rest of the peer's _collect_rollouts, `update` what is left of
-the clock.
+is generate(), `reward` our task's functions, `learn` what is left of the clock.
 """
 
 import argparse
@@ -88,7 +87,7 @@ class Peer:
     def collect(self, original, item):
         if len(self.rewards) == self.size:  # and the update is done
             self.write_row()
-        samples = self.timed("collect", original, item)
+        samples = original(item)
         self.samples += samples
         self.rewards.append(self.total)
         return samples
@@ -100,14 +99,24 @@ class Peer:
         return self.prompts()[agent][0]
 
     def prompts(self):
-        return [self.episode.prompts(agent, self.tokenizer) for agent in range(2)]
+        return [self.episode.prompts(agent, [0], self.tokenizer) for agent in range(2)]
 
     def reward(self, first, second):
-        rewards, processed = self.timed("reward", self.episode.score, [first, second], self.prompts())
+        rewards, processed = self.timed("reward", self.score, [first, second])
         self.total += sum(value for (value,) in rewards) / 2
-        if self.flags.num_turns > 1:  # the peer takes no None from external_transition; this ends the episode, or not
-            self.trainer.args.early_termination_threshold = None if self.episode.running else float("-inf")
         return [value for (value,) in processed]
+
+    def score(self, responses):
+        """Score a turn, then ask for the next prompts: the rewards, and what is learned from."""
+        scored = self.episode.reward_func([0], self.prompts(), responses)
+        num_turns = self.flags.num_turns
+        if num_turns > 1:  # the peer takes no None from external_transition; this ends the episode, or not
+            turn = len(self.episode.response_history[0][0])
+            prompts = self.episode.external_transition(0) if turn < num_turns else None
+            if prompts is not None:
+                self.episode.add_prompts(0, prompts)
+            self.trainer.args.early_termination_threshold = float("-inf") if prompts is None else None
+        return scored
 
     def transition(self, **_):
         return [prompt for (prompt,) in self.prompts()]
@@ -122,8 +131,7 @@ class Peer:
             lengths = [sample.response_len for sample in self.samples if sample.agent_idx == agent]
             row[f"agent_{agent}/response_length"] = statistics.fmean(lengths)
         row |= {"time/sample": spent["sample"], "time/reward": spent["reward"]}
-        row["time/evaluate"] = spent["collect"] - spent["sample"] - spent["reward"]
-        row["time/update"] = elapsed - spent["collect"]
+        row["time/learn"] = elapsed - spent["sample"] - spent["reward"]
         row["samples_per_second"] = len(self.rewards) / elapsed
         row["new_tokens_per_second"] = sum(sample.response_len for sample in self.samples) / elapsed
         with open(self.flags.output_dir / "metrics.csv", "a", newline="") as file:

@@ -1,6 +1,7 @@
 """What several tests need: short runs, agents with values, and a rollout on its way from sampling to learning."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -53,8 +54,9 @@ def make_ppo_args(tmp_path=None, **flags):
 
 def make_agent(args, model, tokenizer, critic="head", seed=0, script=ippo_llm):
     """An agent of ippo_llm or iac_llm whose values are not 0; `critic` is head or separate."""
-    critic_model = model.base_model if critic == "separate" else None
-    return randomise_value_head(script.Agent(model, critic_model, tokenizer, args), seed)
+    model.mixed_precision = model.base_model.mixed_precision = args.mixed_precision
+    args = replace(args, use_separate_critic=critic == "separate")
+    return randomise_value_head(script.Agent(0, model, tokenizer, 10, args), seed)
 
 
 def randomise_value_head(agent, seed=0):
@@ -86,11 +88,13 @@ def state_of(agent):
 
 
 def learning_targets(agent, rollout, args, script=ippo_llm):
-    """What main does between sampling and learning: (values, advantages, returns, action_mask), [B, T, K] each."""
-    reference_logprobs = script.compute_reference_logprobs(agent, rollout, args)
+    """What `learn` does before the epochs: (values, advantages, returns, action_mask), [B, T, K] each."""
+    reference_logprobs = script.compute_logprobs(agent.reference, rollout, args)
     values = script.compute_values(agent, rollout, args)
     rewards = script.token_rewards(rollout, reference_logprobs, args)
-    rewards, values, action_mask = script.group_actions(rewards, values, rollout.mask, args)
+    rewards = script.sum_over_actions(rewards, rollout, args)
+    values = script.first_of_actions(values, args)
+    action_mask = script.first_of_actions(rollout.response_mask, args)
     if script is ippo_llm:
         advantages, returns = ippo_llm.gae(rewards, values, action_mask, args.gamma, args.gae_lambda)
     else:
@@ -102,15 +106,17 @@ def learning_targets(agent, rollout, args, script=ippo_llm):
 
 def set_rewards(rollout, rewards):
     """Give a rollout of one turn the rewards [B]."""
+    rollout.raw_rewards[:, 0] = rewards
     rollout.rewards[:, 0] = rewards
-    rollout.processed_rewards[:, 0] = rewards
     return rollout
 
 
 def whole_minibatch(rollout, targets, script=ippo_llm):
     """A rollout as one mini-batch, in its own order."""
-    minibatch = script.Batch(rollout, *targets)
-    minibatch.num_tokens = rollout.mask.sum()
+    names = ("old_values", "advantages", "returns", "action_mask")
+    weights = torch.ones_like(rollout.logprobs)
+    minibatch = script.Batch(**vars(rollout), reference_logprobs=None, weights=weights, **dict(zip(names, targets)))
+    minibatch.num_tokens = rollout.response_mask.sum()
     minibatch.num_actions = targets[-1].sum()
     return minibatch
 
@@ -163,11 +169,11 @@ GAMES = [  # tokens of each game: prompt, response, observation, response ...
     [8, 3, 2, 4],
 ]
 TRUNCATED_GAMES = (2, 3, 7)
-TASK_EPISODES = [  # tokens of prompt and response of each turn; two episodes end early
-    [[5, 3], [9, 4], [12, 1]],
-    [[4, 6]],
-    [[6, 2], [7, 7]],
-    [[3, 1], [8, 5], [5, 2]],
+TASK_EPISODES = [  # tokens of prompt, response, next prompt, response ...; two episodes end early
+    [5, 3, 9, 4, 12, 1],
+    [4, 6],
+    [6, 2, 7, 7],
+    [3, 1, 8, 5, 5, 2],
 ]
 
 
@@ -199,10 +205,10 @@ def change_adapters(model, scale=0.2, seed=4):
     return model
 
 
-def make_transcript(lengths, turn, generator):
-    """A transcript of random tokens: prompt, response, observation, response ..., the first of them in that turn."""
+def make_transcript(lengths, generator):
+    """A transcript of random tokens: prompt, response, observation, response ..."""
     pieces = [torch.randint(5, 768, (length,), generator=generator).tolist() for length in lengths]
-    transcript = ppo_llm.Transcript([""], pieces[0], turn=turn)
+    transcript = ppo_llm.Transcript([""], pieces[0])
     for k, piece in enumerate(pieces[1:]):
         if k % 2 == 0:
             transcript.add_response(piece, [0.0] * len(piece), "")
@@ -212,42 +218,40 @@ def make_transcript(lengths, turn, generator):
 
 
 def make_episodes(kind):
-    """Made-up episodes of a game or of a task: B lists of transcripts, and B lists of rewards for each turn."""
+    """Made-up episodes of a game or of a task: B transcripts, with rewards for each turn."""
     generator = seeded(3)
     if kind == "game":
-        episodes = [[make_transcript(lengths, 0, generator)] for lengths in GAMES]
+        episodes = [make_transcript(lengths, generator) for lengths in GAMES]
         for k in TRUNCATED_GAMES:
-            episodes[k][0].truncated = True
+            episodes[k].truncated = True
     else:
-        episodes = []
-        for turns in TASK_EPISODES:
-            episodes.append([make_transcript(lengths, turn, generator) for turn, lengths in enumerate(turns)])
-    rewards = []
-    for episode in episodes:
-        num_turns = sum(len(transcript.responses) for transcript in episode)
-        rewards.append(torch.randn(num_turns, generator=generator).tolist())
-    return episodes, rewards
+        episodes = [make_transcript(lengths, generator) for lengths in TASK_EPISODES]
+    for transcript in episodes:
+        transcript.rewards = torch.randn(len(transcript.responses), generator=generator).tolist()
+        transcript.raw_rewards = [reward + 10 for reward in transcript.rewards]  # which nothing is to learn from
+    return episodes
 
 
-def make_ppo_rollout(episodes, rewards, agent, args):
-    """The rollout of made-up episodes, with the agent's and the reference's log-probabilities."""
-    raw_rewards = [[reward + 10 for reward in turns] for turns in rewards]  # which nothing is to learn from
-    items = [{"item": k} for k in range(len(episodes))]
-    rollout = ppo_llm.collate(episodes, raw_rewards, rewards, items, agent, args)
-    rollout.logprobs = ppo_llm.compute_logprobs(agent, agent.actor, rollout, args) * rollout.mask  # as sampled
-    rollout.reference_logprobs = ppo_llm.compute_logprobs(agent, agent.reference, rollout, args)
+def make_ppo_rollout(episodes, agent, args):
+    """The rollout of made-up episodes, with the agent's log-probabilities."""
+    rollout = ppo_llm.collate(episodes, agent, args)
+    rollout.logprobs = ppo_llm.compute_logprobs(agent.actor, rollout, args) * rollout.response_mask  # as sampled
+    rollout.sampler_logprobs = rollout.logprobs
     return rollout
 
 
 def make_ppo_batch(agent, rollout, args):
-    """What main does between sampling and learning: a rollout as one mini-batch, in its own order."""
+    """What `learn` does before the epochs: a rollout as one mini-batch, in its own order."""
+    reference_logprobs = ppo_llm.compute_logprobs(agent.reference, rollout, args) if args.beta > 0 else None
     values = ppo_llm.compute_values(agent, rollout, args)
-    rewards, values, action_mask = ppo_llm.prepare_actions(rollout, values, args)
-    advantages, returns = ppo_llm.gae(rewards, values, action_mask, args.gamma, args.gae_lambda)
+    rewards = ppo_llm.bootstrap_rewards(rollout, values, args)
+    rewards, old_values, action_mask = ppo_llm.to_actions(rewards, values, rollout, args)
+    advantages, returns = ppo_llm.gae(rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.adv_whitening:
         advantages = ppo_llm.standardise(advantages, action_mask)
-    batch = ppo_llm.Batch(rollout, values, advantages, returns, action_mask, args.micro_batch_size_per_gpu)
-    batch.num_tokens = rollout.mask.sum()
+    targets = {"old_values": old_values, "advantages": advantages, "returns": returns, "action_mask": action_mask}
+    batch = ppo_llm.Batch(**vars(rollout), reference_logprobs=reference_logprobs, **targets)
+    batch.num_tokens = rollout.response_mask.sum()
     batch.num_actions = action_mask.sum()
     return batch
 
@@ -255,17 +259,14 @@ def make_ppo_batch(agent, rollout, args):
 class Action(NamedTuple):
     """An action of an episode: a token, or a turn."""
 
-    transcript: int  # in the episode
     turn: int
     columns: list  # of its tokens among the transcript's response tokens
     reward: float
     value: torch.Tensor
 
     def index(self, episode, args):
-        """Where a [B, R, L] of tokens or a [B, T, 1] of turns has it."""
-        if args.action_granularity == "turn":
-            return episode, self.turn, 0
-        return episode, self.transcript, self.columns[0]
+        """Where a [B, L] of tokens or a [B, T] of turns has it."""
+        return episode, self.turn if args.action_granularity == "turn" else self.columns[0]
 
 
 def turns_of(transcript):
@@ -285,23 +286,22 @@ def values_of(agent, transcript):
     return agent.value_head(hidden_states)[0, len(transcript.prompt_ids) - 1 :, 0].double()
 
 
-def actions_of(episode, rewards, values, args):
-    """The actions of an episode, one after the other, from its turns' rewards and its transcripts' values_of."""
+def actions_of(transcript, values, args):
+    """The actions of an episode, one after the other, from its turns' rewards and its values_of."""
     actions = []
-    for k, transcript in enumerate(episode):
-        for turn, columns in turns_of(transcript).items():
-            turn_values = [values[k][column] for column in columns]
-            if args.action_granularity == "turn":
-                reductions = {
-                    "first_value": turn_values[0],
-                    "mean": sum(turn_values) / len(turn_values),
-                    "final_value": turn_values[-1],
-                }
-                actions.append(Action(k, turn, columns, rewards[turn], reductions[args.turn_value_reduction]))
-            else:
-                for column, value in zip(columns, turn_values):
-                    reward = rewards[turn] if column == columns[-1] else 0.0
-                    actions.append(Action(k, turn, [column], reward, value))
+    for turn, columns in turns_of(transcript).items():
+        reward = transcript.rewards[turn]
+        turn_values = [values[column] for column in columns]
+        if args.action_granularity == "turn":
+            reductions = {
+                "first_value": turn_values[0],
+                "mean": sum(turn_values) / len(turn_values),
+                "final_value": turn_values[-1],
+            }
+            actions.append(Action(turn, columns, reward, reductions[args.turn_value_reduction]))
+        else:
+            for column, value in zip(columns, turn_values):
+                actions.append(Action(turn, [column], reward if column == columns[-1] else 0.0, value))
     return actions
 
 
@@ -317,7 +317,7 @@ class Pass(NamedTuple):
 def watch_passes(monkeypatch):
     """Let runs of ppo_llm record their forward passes: an object with `passes`, a list of Pass, and the `base`."""
     watched = SimpleNamespace(passes=[], functions=[], base=None)
-    load_base = ppo_llm.load_base
+    load_models = ppo_llm.models.load_models
 
     def record(module, values, named):
         projection = module.layers[0].self_attn.q_proj
@@ -326,9 +326,10 @@ def watch_passes(monkeypatch):
         watched.passes.append(Pass(watched.functions[-1], adapter, rows, named.get("position_ids") is not None))
 
     def load_and_watch(*values):
-        watched.base, tokenizer = load_base(*values)
+        loaded = load_models(*values)
+        watched.base = loaded[0]
         watched.base.base_model.register_forward_pre_hook(record, with_kwargs=True)
-        return watched.base, tokenizer
+        return loaded
 
     def within(name):
         function = getattr(ppo_llm, name)
@@ -341,8 +342,8 @@ def watch_passes(monkeypatch):
 
         monkeypatch.setattr(ppo_llm, name, call)
 
-    monkeypatch.setattr(ppo_llm, "load_base", load_and_watch)
-    for name in ("sample", "compute_logprobs", "compute_values", "ppo_loss", "value_loss"):
+    monkeypatch.setattr(ppo_llm.models, "load_models", load_and_watch)
+    for name in ("respond", "compute_logprobs", "compute_values", "ppo_loss", "value_loss"):
         within(name)
     return watched
 

@@ -130,17 +130,32 @@ def set_environment(values, before=None):
         before()
 
 
-def start_two(name, *flags, before=(None, None)):
-    """Two processes of a script under way, as a launcher starts them; each first calls its own of `before`."""
-    processes = []
+def environments_of_two():
+    """What a launcher puts into the environments of two processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]  # a free one
-    for rank, own in zip(("0", "1"), before):
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+
+
+def start_two(name, *flags, before=(None, None)):
+    """Two processes of a script under way, as a launcher starts them; each first calls its own of `before`."""
+    processes = []
+    for environment, own in zip(environments_of_two(), before):
         processes.append(start(name, *flags, before=functools.partial(set_environment, environment, own)))
     return processes
+
+
+def work_in(environment, work, *arguments):
+    set_environment(environment)
+    work(*arguments)
+
+
+def finish_two_works(work, *arguments, seconds=120):
+    """work(*arguments) in two processes of a group, that have ended well."""
+    for process in [Process(work_in, environment, work, *arguments) for environment in environments_of_two()]:
+        assert process.wait(seconds).exitcode == 0, process.error
 
 
 def finish_two(name, *flags, before=(None, None), seconds=120):

@@ -193,17 +193,16 @@ def test_adapters_say_different_things(make):
 # --- Gradients --------------------------------------------------------------------------------------------------------
 
 
-def gradients_of(model, name, before=None, checkpointing=False, training=True):
+def gradients_of(model, name, before=None, checkpointing=False):
     """The gradients of all parameters that get one from a loss of an adapter, by name."""
     model.zero_grad()
     if checkpointing:
         model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
     activate(model, before)
     torch.manual_seed(3)  # for dropout
-    adapters.set_training(model, training)
-    logits = adapters.forward(model, name, input_ids=TINY_IDS).logits[:, :-1]
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), TINY_IDS[:, 1:].flatten()).backward()
-    adapters.set_training(model, False)
+    with adapters.training(model):
+        logits = adapters.forward(model, name, input_ids=TINY_IDS).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), TINY_IDS[:, 1:].flatten()).backward()
     return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
 
 
@@ -248,13 +247,11 @@ def test_gradient_checkpointing_computes_layers_twice_while_learning(make):
     calls = []
     model.get_base_model().model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
-    calls_of = {}
-    for training in (True, False):
-        calls.clear()
-        adapters.set_training(model, training)
+    with adapters.training(model):
         adapters.forward(model, "agent_0_actor", input_ids=TINY_IDS).logits.square().mean().backward()
-        calls_of[training] = len(calls)
-    assert calls_of == {True: 2, False: 1}
+    assert len(calls) == 2
+    adapters.forward(model, "agent_0_actor", input_ids=TINY_IDS).logits.square().mean().backward()
+    assert len(calls) == 3
 
 
 def test_a_step_of_one_agent_leaves_all_else_alone(base, tokenizer):
@@ -281,19 +278,26 @@ def test_dropout_is_off_in_new_adapters(make):
     assert torch.equal(tiny_logits(model, "agent_0_actor"), tiny_logits(model, "agent_0_actor"))
 
 
-def test_dropout_is_on_between_set_training_and_its_end(make):
+def test_dropout_is_on_while_learning(make):
     model = make(lora_dropout=0.5)
     plain = tiny_logits(model, "agent_0_actor")
-    adapters.set_training(model, True)
-    assert not torch.equal(tiny_logits(model, "agent_0_actor"), plain)
-    adapters.set_training(model, False)
+    with adapters.training(model):
+        assert not torch.equal(tiny_logits(model, "agent_0_actor"), plain)
+    assert torch.equal(tiny_logits(model, "agent_0_actor"), plain)
+
+
+def test_dropout_is_off_after_an_error_while_learning(make):
+    model = make(lora_dropout=0.5)
+    plain = tiny_logits(model, "agent_0_actor")
+    with pytest.raises(RuntimeError), adapters.training(model):
+        raise RuntimeError("no memory")
     assert torch.equal(tiny_logits(model, "agent_0_actor"), plain)
 
 
 def test_the_base_stays_in_eval_mode(make):
     model = make(lora_dropout=0.5)
-    adapters.set_training(model, True)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout):
-            assert module.training and "lora_dropout" in name
-    assert not model.get_base_model().model.training
+    with adapters.training(model):
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout):
+                assert module.training and "lora_dropout" in name
+        assert not model.get_base_model().model.training

@@ -159,7 +159,7 @@ def test_a_critic_that_lacks_tokens_of_the_second_agent_is_one_line(tmp_path, to
 
 def test_values_are_0_at_first(model, tokenizer):
     for flags in ({}, {"value_head_hidden_dim": 7}):
-        agent = ippo_llm.Agent(model, None, tokenizer, make_args(**flags))
+        agent = ippo_llm.Agent(0, model, tokenizer, 10, make_args(**flags))
         assert not agent.value_head(torch.randn(5, 160)).any()
 
 
@@ -206,5 +206,11 @@ def test_learning_rates_fall_to_zero_over_the_run_if_they_are_annealed(tmp_path,
 
 
 def test_learning_rates_fall_in_the_second_half_of_the_run():
-    rates = [ippo_llm.remaining_lr(step, 8, make_args()) for step in range(9)]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = ippo_llm.build_schedule(optimizer, 8, make_args())
+    rates = schedule.get_last_lr()
+    for _ in range(8):
+        optimizer.step()
+        schedule.step()
+        rates += schedule.get_last_lr()
     assert rates == [1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]

@@ -11,6 +11,7 @@ from helpers import (
     learning_targets,
     make_agent,
     make_args,
+    read_metrics,
     seeded,
     set_rewards,
     state_of,
@@ -19,7 +20,7 @@ from helpers import (
 
 import iac_llm
 import ippo_llm
-from ippo_llm import Batch, ippo_loss, minibatches, optimizer_step, sample, standardise, token_rewards
+from ippo_llm import ippo_loss, learn, minibatches, optimizer_step, sample, standardise, token_rewards
 from utils.metrics import explained_variance
 
 CRITICS = pytest.mark.parametrize("critic", ["separate", "head"])
@@ -28,10 +29,9 @@ PLAIN = {"reward_normalization": False, "advantage_normalization": False, "value
 
 def sequences(rollout):
     """Each row of a rollout of one turn by itself, without padding: token ids [1, P + L], and L."""
-    for row in range(len(rollout.mask)):
-        prompt = rollout.prompt_ids[row][rollout.prompt_mask[row] == 1]
-        response = rollout.response_ids[row][rollout.mask[row] == 1]
-        yield torch.cat([prompt, response])[None], len(response)
+    for row in range(len(rollout.ids)):
+        ids = rollout.ids[row][rollout.attention_mask[row] == 1]
+        yield ids[None], int(rollout.response_mask[row].sum())
 
 
 def dense(agent, ids, length, temperature):
@@ -39,7 +39,7 @@ def dense(agent, ids, length, temperature):
     out = agent.actor(ids, output_hidden_states=True)
     log_pi = torch.log_softmax(out.logits[0, :-1] / temperature, -1)[-length:]
     hidden_states = agent.critic(ids).last_hidden_state if agent.critic else out.hidden_states[-1]
-    values = agent.value_head(hidden_states)[0, :-1, 0][-length:]
+    values = agent.value_head(hidden_states)[0, :-1][-length:]
     return log_pi[range(length), ids[0, -length:]], -(log_pi.exp() * log_pi).sum(-1), values
 
 
@@ -63,21 +63,64 @@ def test_padding_changes_nothing(model, tokenizer, prompts, critic):
     agent = make_agent(args, model, tokenizer, critic)
     rollout = sample(agent, prompts, args, seeded())
     with torch.no_grad():
-        log_pi, _ = ippo_llm.forward_policy(agent.actor, rollout, args)
-        logprobs = ippo_llm.take_logprobs(log_pi, rollout)
-        entropy = ippo_llm.take_entropy(log_pi, rollout)
-        values = ippo_llm.compute_values(agent, rollout, args)
+        outputs = ippo_llm.policy_and_values(agent, rollout, args)  # log pi, entropies, values
         for row, (ids, length) in enumerate(sequences(rollout)):
-            for x, y in zip((logprobs, entropy, values), dense(agent, ids, length, 1.0)):
+            for x, y in zip(outputs, dense(agent, ids, length, 1.0)):
                 torch.testing.assert_close(x[row, 0, :length], y, atol=1e-5, rtol=0)
 
 
 def test_reference_logprobs_and_values_do_not_depend_on_the_size_of_a_pass(model, tokenizer, prompts):
     agent = make_agent(make_args(), model, tokenizer, "separate")
     rollout = sample(agent, prompts, make_args(), seeded())
-    for compute in (ippo_llm.compute_reference_logprobs, ippo_llm.compute_values):
-        whole, parts = [compute(agent, rollout, make_args(mini_batch_size=size)) for size in (5, 2)]
-        torch.testing.assert_close(whole * rollout.mask, parts * rollout.mask, atol=1e-5, rtol=0)
+    mask = rollout.response_mask
+    for compute, policy in ((ippo_llm.compute_logprobs, agent.reference), (ippo_llm.compute_values, agent)):
+        whole = compute(policy, rollout, make_args(mini_batch_size=5))
+        for flags in ({"mini_batch_size": 2}, {"mini_batch_size": 5, "micro_batch_size": 3}):
+            parts = compute(policy, rollout, make_args(**flags))
+            torch.testing.assert_close(whole * mask, parts * mask, atol=1e-5, rtol=0)
+
+
+# --- Passes through models --------------------------------------------------------------------------------------------
+
+
+def watch_passes(model):
+    """The options of all passes through a model from now on."""
+    passes = []
+    model.register_forward_pre_hook(lambda module, values, options: passes.append(options), with_kwargs=True)
+    return passes
+
+
+@CRITICS
+def test_hidden_states_are_asked_for_where_a_value_head_reads_them_alone(model, tokenizer, prompts, critic):
+    args = make_args()
+    agent = make_agent(args, model, tokenizer, critic)
+    actor_passes = watch_passes(agent.actor)
+    reference_passes = watch_passes(agent.reference)
+    update(agent, prompts, args)
+    assert len(actor_passes) > 3 and len(reference_passes) == 2  # 5 episodes in mini-batches of 4
+    hidden_states = [options.get("output_hidden_states", False) for options in actor_passes]
+    assert hidden_states == [critic == "head"] * len(actor_passes)
+    assert not any("output_hidden_states" in options for options in reference_passes)
+
+
+@CRITICS
+def test_without_a_kl_penalty_the_reference_makes_no_pass(model, tokenizer, prompts, critic):
+    for kl_coef, num_passes in ((0.1, 2), (0.0, 0)):
+        args = make_args(kl_coef=kl_coef)
+        agent = make_agent(args, model, tokenizer, critic)
+        passes = watch_passes(agent.reference)
+        metrics = update(agent, prompts, args)
+        assert len(passes) == num_passes
+        assert ({"kl", "reference_logprob"} & metrics.keys() != set()) == (num_passes > 0)
+
+
+def test_without_a_kl_penalty_a_run_has_no_metrics_of_the_reference(tmp_path):
+    for kl_coef in (0.03, 0.0):
+        folder = tmp_path / str(kl_coef)
+        ippo_llm.main(make_args(folder, kl_coef=kl_coef, train_size=8, eval_interval=0, max_new_tokens=4))
+        (row,) = read_metrics(folder / "run")
+        assert all((name in row) == (kl_coef > 0) for name in ("kl", "reference_logprob"))
+        assert "agent_1/policy_loss" in row
 
 
 # --- Rewards ----------------------------------------------------------------------------------------------------------
@@ -105,14 +148,14 @@ def test_numbers_are_always_centred_and_divided_by_eps_at_least(x, eps, expected
 def rollout_of_rewards(rewards, mask):
     """A rollout of nothing but rewards [B, T] and a mask [B, T, L]."""
     mask = torch.tensor(mask)
-    rewards = torch.tensor(rewards)
-    return SimpleNamespace(processed_rewards=rewards, mask=mask, played=mask.any(-1), logprobs=torch.zeros_like(mask))
+    logprobs = torch.zeros_like(mask)
+    return SimpleNamespace(rewards=torch.tensor(rewards), response_mask=mask, played=mask.any(-1), logprobs=logprobs)
 
 
 def test_a_turns_reward_is_on_its_last_token():
     mask = [[[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]], [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]]
     rollout = rollout_of_rewards([[5.0, 7.0], [3.0, 0.0]], mask)
-    rewards = token_rewards(rollout, torch.zeros_like(rollout.mask), make_args(reward_normalization=False))
+    rewards = token_rewards(rollout, None, make_args(reward_normalization=False))
     assert rewards.tolist() == [[[0.0, 5.0, 0.0], [0.0, 0.0, 7.0]], [[3.0, 0.0, 0.0], [0.0, 0.0, 0.0]]]
 
 
@@ -126,13 +169,13 @@ def test_a_turns_reward_is_on_its_last_token():
 )
 def test_rewards_are_standardised_over_the_turns_that_were_played(rewards, flags, expected):
     rollout = rollout_of_rewards(rewards, [[[1.0], [1.0]], [[1.0], [0.0]]])
-    standardised = token_rewards(rollout, torch.zeros_like(rollout.mask), make_args(**flags)).flatten().tolist()
+    standardised = token_rewards(rollout, rollout.logprobs, make_args(**flags)).flatten().tolist()
     assert standardised == pytest.approx([*expected, 0.0], abs=1e-6)
 
 
 def test_the_kl_penalty_is_paid_by_the_token(model, tokenizer, prompts):
     args = make_args(**(PLAIN | {"kl_coef": 0.1}), gamma=1.0, gae_lambda=1.0)
-    agent = ippo_llm.Agent(model, model.base_model, tokenizer, args)
+    agent = ippo_llm.Agent(0, model, tokenizer, 10, args)
     with torch.no_grad():
         agent.actor.lm_head.weight.mul_(1.05)
     rollout = set_rewards(sample(agent, prompts, args, seeded()), torch.arange(5.0))
@@ -145,14 +188,17 @@ def test_the_kl_penalty_is_paid_by_the_token(model, tokenizer, prompts):
             torch.testing.assert_close(returns[row, 0, t], expected, atol=1e-4, rtol=0)
 
 
-def test_a_turns_reward_is_the_sum_over_its_tokens_and_its_value_that_of_its_prompt():
-    rewards, values = torch.randn(2, 4, 3, 5, generator=seeded())
-    mask = (torch.arange(5) < torch.randint(0, 6, (4, 3, 1), generator=seeded())).float()
-    turn_rewards, turn_values, turn_mask = ippo_llm.group_actions(
-        rewards * mask, values, mask, make_args(action_granularity="turn")
-    )
-    torch.testing.assert_close(turn_rewards[..., 0], (rewards * mask).sum(-1))
-    assert torch.equal(turn_values, values[..., :1]) and torch.equal(turn_mask[..., 0] > 0, mask.any(-1))
+def test_a_turns_reward_is_the_sum_over_its_tokens_and_its_value_that_of_its_prompt(model, tokenizer, prompts):
+    args = make_args(action_granularity="turn", kl_coef=0.1, gamma=0.0)
+    agent = make_agent(args, model, tokenizer)
+    with torch.no_grad():
+        agent.actor.lm_head.weight.mul_(1.05)  # a penalty on every token
+    rollout = set_rewards(sample(agent, prompts, args, seeded()), torch.arange(5.0))
+    rewards = token_rewards(rollout, ippo_llm.compute_logprobs(agent.reference, rollout, args), args)
+    assert (rewards != 0).sum() > 20
+    values, _, returns, action_mask = learning_targets(agent, rollout, args)
+    torch.testing.assert_close(returns[..., 0], rewards.sum(-1), atol=1e-5, rtol=0)  # with gamma 0
+    assert torch.equal(values, rollout.values[..., :1]) and torch.equal(action_mask, torch.ones(5, 1, 1))
 
 
 # --- The loss ---------------------------------------------------------------------------------------------------------
@@ -182,7 +228,7 @@ def test_gradients_equal_those_of_a_dense_formula(model, tokenizer, prompts, cri
             policy_loss = policy_loss - logprobs[t] * minibatch.advantages[row, 0, t]
             value_loss = value_loss + max((values[t] - target) ** 2, (clipped_value - target) ** 2)
             entropy = entropy + entropies[t]
-    count = rollout.mask.sum()
+    count = rollout.response_mask.sum()
     assert 0 < num_clipped < count
     ((policy_loss - 0.3 * entropy + 0.7 * value_loss) / count).backward()
     assert_same_gradients(actual, gradients(agent))
@@ -229,16 +275,13 @@ def test_with_one_turn_as_the_action_iac_and_ippo_have_the_same_gradient(model, 
 def make_batch(agent, prompts, args):
     """A batch of one answer to each prompt, with rewards 0, 1, 2, ..."""
     rollout = set_rewards(sample(agent, prompts, args, seeded()), torch.arange(float(len(prompts))))
-    return Batch(rollout, *learning_targets(agent, rollout, args))
+    return whole_minibatch(rollout, learning_targets(agent, rollout, args))
 
 
-def update(agent, batch, args):
-    """One pass over a batch; returns the metrics of each step."""
-    history = []
-    for minibatch in minibatches(batch, args, seeded()):
-        metrics = agent.faults.backward(agent, minibatch, args, ippo_loss)
-        history.append(metrics | optimizer_step(agent, args))
-    return history
+def update(agent, prompts, args):
+    """One update from an answer to each prompt, with rewards 0, 1, 2, ..."""
+    rollout = set_rewards(sample(agent, prompts, args, seeded()), torch.arange(float(len(prompts))))
+    return learn(agent, rollout, args, seeded())
 
 
 def test_mini_batches_have_each_episode_once_and_count_their_own_actions(model, tokenizer, prompts):
@@ -246,7 +289,7 @@ def test_mini_batches_have_each_episode_once_and_count_their_own_actions(model, 
     batch = make_batch(make_agent(args, model, tokenizer), prompts, args)
     rewards = []
     for minibatch in minibatches(batch, args, seeded()):
-        rewards += minibatch.rollout.rewards.flatten().tolist()
+        rewards += minibatch.rewards.flatten().tolist()
         assert minibatch.num_actions == minibatch.num_tokens == minibatch.action_mask.sum()
         assert len(minibatch.action_mask) <= 2
     assert sorted(rewards) == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -258,7 +301,7 @@ def test_mini_batches_are_drawn_anew_each_time(model, tokenizer, prompts):
     generator = seeded()
     members = []
     for _ in range(4):
-        passes = [sorted(each.rollout.rewards.flatten().tolist()) for each in minibatches(batch, args, generator)]
+        passes = [sorted(each.rewards.flatten().tolist()) for each in minibatches(batch, args, generator)]
         members.append(str(passes))
     assert len(set(members)) > 1
 
@@ -277,7 +320,7 @@ def test_an_update_of_one_agent_leaves_the_others_bits_alone(model, tokenizer, p
     agents = [make_agent(args, model, tokenizer, critic, seed) for seed in range(2)]
     initial = [parameter.clone() for parameter in model.parameters()]
     before = [state_of(agent) for agent in agents]
-    update(agents[0], make_batch(agents[0], prompts, args), args)
+    update(agents[0], prompts, args)
     assert not all(torch.equal(x, y) for x, y in zip(before[0], state_of(agents[0])))
     assert all(torch.equal(x, y) for x, y in zip(before[1], state_of(agents[1])))
     assert all(torch.equal(x, y) for x, y in zip(initial, model.parameters()))
@@ -289,7 +332,7 @@ def test_actor_critic_and_value_head_learn(model, tokenizer, prompts, critic):
     agent = make_agent(args, model, tokenizer, critic)
     modules = [agent.actor, agent.value_head, *([agent.critic] if agent.critic else [])]
     before = copy.deepcopy([module.state_dict() for module in modules])
-    update(agent, make_batch(agent, prompts, args), args)
+    update(agent, prompts, args)
     for module, state in zip(modules, before):
         assert not all(torch.equal(state[name], x) for name, x in module.state_dict().items())
 

@@ -220,6 +220,7 @@ EXTREMES = [
     {"keep_checkpoints": 10**20, "save_interval": 1},
     {"per_device_train_batch_size": 10**20},
     {"mini_batch_size": 10**20},
+    {"micro_batch_size": 10**20},
     {"batch_size": 10**20},
     {"micro_batch_size_per_gpu": 10**20},
     {"hf_generate_chunk_size": 10**20},

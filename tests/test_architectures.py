@@ -52,10 +52,10 @@ def test_games_of_several_turns_are_one_sequence(name, tmp_path):
     args = ppo_llm.resolve_args(ppo_llm.Args(model=str(tmp_path), max_turns=3, max_output_tokens=4))
     agent = ppo_llm.build_agents(args, torch.device("cpu"), updates=1)[0]
     items = [{"seed": seed} for seed in range(6)]
-    rollout = ppo_llm.play([agent], Echo, items, args, torch.Generator().manual_seed(1), phase=lambda name: None)[0]
+    rollout = ppo_llm.play([agent], Echo, items, args, torch.Generator().manual_seed(1))[0]
     assert rollout.turn_of_token.max() == 2
-    logprobs = ppo_llm.compute_logprobs(agent, agent.actor, rollout, args)
-    torch.testing.assert_close(rollout.logprobs, logprobs * rollout.mask, atol=1e-4, rtol=0)
+    logprobs = ppo_llm.compute_logprobs(agent.actor, rollout, args)
+    torch.testing.assert_close(rollout.logprobs, logprobs * rollout.response_mask, atol=1e-4, rtol=0)
 
 
 class Echo:

@@ -1,9 +1,12 @@
 """Attention on a CPU: in float32, whatever a model computes in."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
+from processes import ROOT
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -64,14 +67,31 @@ def test_a_mask_of_floats_is_added(bias_type):
 def test_a_model_attends_in_float32_and_multiplies_in_bfloat16(model, monkeypatch):
     attend = torch.nn.functional.scaled_dot_product_attention
     types = []
+    causal_lm.prepare(model, "the model", mixed_precision="bf16")
 
     def watched(query, key, value, *args, **kwargs):
         types.append((query.dtype, key.dtype, value.dtype, torch.is_autocast_enabled("cpu")))
         return attend(query, key, value, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    ids = torch.arange(12).view(2, 6)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = causal_lm.forward(model, ids)
+    out = causal_lm.forward(model, torch.arange(12).view(2, 6))
     assert out.logits.dtype == torch.bfloat16
     assert set(types) == {(torch.float32, torch.float32, torch.float32, False)}
+
+
+IMPORTED = """
+import ippo_llm, iac_llm, ppo_llm
+from transformers import AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from utils import causal_lm
+print(ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward)
+model = AutoModelForCausalLM.from_pretrained("utils/tiny_lm")
+causal_lm.prepare(model, "the model")
+print(ALL_ATTENTION_FUNCTIONS["sdpa"] is causal_lm.attend)
+"""
+
+
+def test_it_is_registered_when_a_model_is_prepared_and_not_by_an_import():
+    process = subprocess.run([sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True)
+    assert process.stdout.splitlines() == ["True", "True"], process.stderr

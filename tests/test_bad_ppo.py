@@ -96,7 +96,7 @@ def outside():
 
 @pytest.mark.parametrize("name, value, takes", [*outside()])
 def test_a_number_out_of_bounds_is_refused(command, monkeypatch, name, value, takes):
-    monkeypatch.setattr(ppo_llm, "load_env", None)
+    monkeypatch.setattr(ppo_llm.envs, "load_env", None)
     flag = "--" + name.replace("_", "-")
     assert_refused(command, f"{flag}: {re.escape(takes)}, got {value}", f"{flag}={value}")
 
@@ -117,6 +117,7 @@ def test_every_number_has_bounds_but_a_threshold():
 
 
 LAYERS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+TAKE_TURNS = "--turn-level-clip and --turn-value-reduction take --action-granularity turn"
 FLAGS = {
     "--env guess --task number": "--env guess and --task number are two things to train on; give one",
     "--shard": "--shard takes several processes, and this is one: start them with torchrun, or add --no-shard",
@@ -125,15 +126,15 @@ FLAGS = {
     "--eval-size 8": "--eval-size has no effect without --task",
     "--early-termination-threshold 0.5": "--early-termination-threshold has no effect without --task",
     "--early-termination-threshold 0.5 --task number": "--early-termination-threshold takes several turns",
-    "--max-output-tokens 5 --max-model-len 4": "--max-output-tokens takes at most --max-model-len, 4, got 5",
-    "--max-output-tokens 600": "--max-output-tokens takes at most --max-model-len, 512, got 600",  # the model's
+    "--max-output-tokens 5 --max-model-len 4": "--max-output-tokens 5 after a prompt of 1 exceeds --max-model-len 4",
+    "--max-output-tokens 600": "--max-output-tokens 600 after a prompt of 1 exceeds --max-model-len 512",  # the model's
     "--min-output-tokens 9": "--min-output-tokens takes at most --max-output-tokens, 8, got 9",
-    "--turn-level-clip --action-granularity token": "--turn-level-clip takes turns as actions",
-    "--turn-level-clip --max-turns 1": "--turn-level-clip takes turns as actions",
-    "--turn-level-clip --task tldr": "--turn-level-clip takes turns as actions",
-    "--turn-value-reduction mean --action-granularity token": "--turn-value-reduction takes turns as actions",
-    "--turn-value-reduction final_value --max-turns 1": "--turn-value-reduction takes turns as actions",
-    "--turn-value-reduction mean --task tldr": "--turn-value-reduction takes turns as actions",
+    "--turn-level-clip --action-granularity token": TAKE_TURNS,
+    "--turn-level-clip --max-turns 1": TAKE_TURNS,
+    "--turn-level-clip --task tldr": TAKE_TURNS,
+    "--turn-value-reduction mean --action-granularity token": TAKE_TURNS,
+    "--turn-value-reduction final_value --max-turns 1": TAKE_TURNS,
+    "--turn-value-reduction mean --task tldr": TAKE_TURNS,
     "--reference-update-interval 1 --no-use-separate-reference-adapter": (
         "--reference-update-interval has no effect without --use-separate-reference-adapter"
     ),
@@ -154,7 +155,11 @@ FLAGS = {
     "--task nosuch": "--task takes arxiv, .*tldr or a FILE.py, got nosuch",
     "--task tldr --max-turns 2": "--task tldr has no external_transition, which 2 turns take",
     "--task number --train-size 10": "has 10 items; an update takes 64",
-    "--train-size 10": "--train-size takes at least --rollout-buffer-size, 64, got 10",
+    "--train-size 10": "--train-size takes at least the games of an update, 64, got 10",
+    "--train-size 10 --num-generations 4": "--train-size takes at least the games of an update, 16, got 10",
+    "--rollout-buffer-size 64 --num-generations 3": (
+        "--rollout-buffer-size takes a multiple of generations x processes, 3, got 64"
+    ),
     "--gamma two": "--gamma.*two",
     "--dtype float16": "--dtype.*float32.*bfloat16",
     "--no-such-flag": "Unrecognized options: --no-such-flag",
@@ -168,10 +173,19 @@ def test_flags_that_are_wrong_or_do_not_go_together_are_refused(command, flags):
     assert_refused(command, FLAGS[flags], *flags.split())
 
 
-@pytest.mark.parametrize("flag", ["--rollout-buffer-size", "--batch-size"])
-def test_a_size_that_does_not_divide_among_processes_is_refused(command, monkeypatch, flag):
+SIZES = {
+    "--rollout-buffer-size 7": "--rollout-buffer-size takes a multiple of generations x processes, 2, got 7",
+    "--rollout-buffer-size 10 --num-generations 2": (
+        "--rollout-buffer-size takes a multiple of generations x processes, 4, got 10"
+    ),
+    "--batch-size 7": "--batch-size takes a multiple of 2 processes, got 7",
+}
+
+
+@pytest.mark.parametrize("flags", SIZES)
+def test_a_size_that_does_not_divide_among_processes_is_refused(command, monkeypatch, flags):
     monkeypatch.setattr(ppo_llm.distributed, "world_size", lambda: 2)
-    assert_refused(command, f"{flag} takes a multiple of 2 processes, got 7", *SMALL, flag, "7")
+    assert_refused(command, SIZES[flags], *SMALL, *flags.split())
 
 
 UNSHARDED = {  # flags: what of the base --shard does not take
@@ -208,9 +222,11 @@ def help_text():
 @pytest.mark.parametrize("name", vars(ppo_llm.Args()))
 def test_help_explains_a_flag(help_text, name):
     source = Path(ppo_llm.__file__).read_text()
-    for module in ("run.py", "lora.py", "stages.py", "engine.py", "tasks/__init__.py", "envs/__init__.py"):
+    for module in ("run.py", "lora.py", "models.py", "stages.py", "engine.py", "tasks/__init__.py", "envs/__init__.py"):
         source += (ROOT / "utils" / module).read_text()
-    comment, *_ = re.findall(rf"^    {name}: .*  # (.+)$", source, flags=re.M)
+    beside = re.findall(rf"^    {name}: .*  # (.+)$", source, flags=re.M)
+    above = re.findall(rf"^    # (.+)\n    {name}: ", source, flags=re.M)
+    comment, *_ = [*beside, *above]
     assert f"--{name.replace('_', '-')}" in help_text
     assert " ".join(comment.split()[:3]) in help_text
 
@@ -333,7 +349,7 @@ WHILE_RUNNING = {  # what a method returns in place of what, exit code, and the 
         "step of Env returned the reward nan; it takes a finite",
     ),
     "all fail": (STEP, "1 / 0", 1, r"failed in all 8 episodes, at first with ZeroDivisionError: .* \(turn 1\)"),
-    "no room": (RESET, '"Say it. " * 300, {}', 2, "--max-output-tokens 4 after a prompt of .* exceeds --max-model-len"),
+    "no room": (RESET, '"Say it. " * 300, {}', 2, "at most 508 fit: --max-output-tokens 4 of --max-model-len 512"),
 }
 
 

@@ -37,7 +37,7 @@ print("under way", flush=True)
 if flags.task == "bad" and not (here / "mended").exists():
     sys.exit("script.py: error: no such task")
 time.sleep(0 if flags.resume else float(flags.sleep or 0))
-rows = f"reward_mean,time/update,samples_per_second\\n{flags.seed},{time.time()},{time.time()}\\n"
+rows = f"reward_mean,time/learn,samples_per_second\\n{flags.seed},{time.time()},{time.time()}\\n"
 (folder / "metrics.csv").write_text(rows)
 call["to"] = time.time()
 with open(here / "calls", "a") as file:

@@ -44,7 +44,7 @@ def test_small_benchmark_is_made_and_made_again(here, capsys):
     for name in names:
         folder = here / "out" / "results" / name
         text = (folder / "metrics.csv").read_text()
-        assert "time/" not in text and "per_second" not in text and "time/update" in (folder / "times.csv").read_text()
+        assert "time/" not in text and "per_second" not in text and "time/learn" in (folder / "times.csv").read_text()
         columns, *rows = [line.split(",") for line in text.splitlines()]
         whole = (here / "out" / "runs" / name / "metrics.csv").read_text().splitlines()
         assert len(rows) == len(whole) - 1 == 4

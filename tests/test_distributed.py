@@ -29,11 +29,11 @@ TARGETS = torch.tensor([[1.0, 0.0], [0.5, -1.0]])
 class Rollout:
     """Rewards [B, T] of two turns, of which one is not played where it is 0."""
 
-    rewards: torch.Tensor
+    raw_rewards: torch.Tensor
 
     @property
     def played(self):
-        return self.rewards != 0
+        return self.raw_rewards != 0
 
 
 REWARDS = [  # [B, T] of each process; of one episode no turn was played

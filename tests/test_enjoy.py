@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import peft
@@ -26,15 +27,19 @@ from utils.tasks import number, tldr
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def train(folder, script, **flags):
-    """A run of one update."""
-    small = {"train_size": 8, "rollout_buffer_size": 8, "num_train_epochs": 1}
+def make_run(folder, script, **flags):
+    """The agents and the Run of one update."""
+    small = {"train_size": 8, "rollout_buffer_size": 8, "num_train_epochs": 1, "output_dir": str(folder)}
     if script is ppo_llm:
         small |= {"evaluation_interval": 0, "batch_size": 8, "lr_actor": 0.05}
-        script.main(script.Args(output_dir=str(folder), **(small | flags)))
-    else:
-        small |= {"output_dir": str(folder), "eval_interval": 0, "eval_size": 4, "mini_batch_size": 8}
-        script.main(make_args(script=script, **(small | flags)))
+        return script.main(script.Args(**(small | flags)))
+    small |= {"eval_interval": 0, "eval_size": 4, "mini_batch_size": 8}
+    return script.main(make_args(script=script, **(small | flags)))
+
+
+def train(folder, script, **flags):
+    """The folder of a run of one update."""
+    make_run(folder, script, **flags)
     return str(folder)
 
 
@@ -198,6 +203,35 @@ def test_several_turns_are_played_and_scored(tmp_path):
     assert 2 in lengths
 
 
+ADAPTERS = {"max_turns": 3, "lr_actor": 1e-3}
+ON_NUMBER = ADAPTERS | {"task": "number", "num_agents": 2, "max_output_tokens": 4}
+MATCHES = {  # script, what is played, flags, turns of the longest episode
+    "task on adapters": (ppo_llm, number, ON_NUMBER, 3),
+    "task, little room": (ppo_llm, number, ON_NUMBER | {"max_model_len": 38}, 2),
+    "task, threshold": (ppo_llm, number, ON_NUMBER | {"early_termination_threshold": 0.5}, 2),
+    "environment": (ppo_llm, Env, ADAPTERS, 3),
+    "task in full": (ippo_llm, number, {"task": "number", "num_turns": 3, "max_new_tokens": 4}, 3),
+}
+
+
+@pytest.mark.parametrize("case", MATCHES)
+def test_greedy_play_is_that_of_the_script(tmp_path, case):
+    script, subject, flags, longest = MATCHES[case]
+    agents, run = make_run(tmp_path / "run", script, **flags)
+    samples = enjoy.show(run.folder, items=8, do_sample=False)
+    items = [sample["item"] for sample in samples]
+    if script is ppo_llm:
+        rollouts = script.play(agents, subject, items, run.args, generator=None, greedy=True)
+    else:
+        rollouts = script.play(agents, subject, items, replace(run.args, do_sample=False), generator=None)
+    for agent, rollout in enumerate(rollouts):
+        assert [sample["trained"]["completions"][agent] for sample in samples] == rollout.responses
+        for sample, rewards in zip(samples, rollout.raw_rewards.tolist(), strict=True):
+            earned = sample["trained"]["rewards"][agent]
+            assert earned + [0.0] * (len(rewards) - len(earned)) == pytest.approx(rewards)
+        assert max(map(len, rollout.responses)) == longest
+
+
 def test_an_environment_is_played_with_the_held_out_seeds(guess):
     samples = enjoy.show(guess, items=6)
     assert [sample["item"]["seed"] for sample in samples] == [*range(1_500_000, 1_500_006)]
@@ -239,6 +273,14 @@ def test_an_episode_that_fails_has_no_reward_and_one_without_room_ends(guess, tm
     set_flags(run, max_model_len=24)
     (short,) = enjoy.show(run, items=1)
     assert short["trained"]["reward"] < 3.0
+
+
+def test_an_episode_that_its_environment_cuts_short_ends(guess, tmp_path):
+    run = shutil.copytree(guess, tmp_path / "run")
+    (tmp_path / "cut.py").write_text(FAILING.replace("1.0, False, False", "1.0, False, True"))
+    set_flags(run, env=str(tmp_path / "cut.py"))
+    (sample,) = enjoy.show(run, items=1)
+    assert sample["trained"]["rewards"] == [[1.0]] and len(sample["trained"]["completions"][0]) == 1
 
 
 def test_a_prompt_of_ones_own_is_put_as_the_task_puts_it_or_as_it_is(unlearned, guess):

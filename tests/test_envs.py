@@ -11,7 +11,9 @@ from types import ModuleType
 import numpy
 import pytest
 import torch
+from helpers import make_ppo_agents, make_ppo_args
 
+import ppo_llm
 from utils.cli import TaskError, UserError
 from utils.envs import Games, grid, guess, load_env
 
@@ -43,6 +45,46 @@ class Echo:
 def heard(monkeypatch):
     monkeypatch.setattr(Echo, "heard", [])
     return Echo.heard
+
+
+class Match:
+    """A batch of games under way, one of each seed: `running` are those that go on, `rewards` what each has earned."""
+
+    def __init__(self, factory, seeds):
+        self.games = Games(factory, [{"seed": seed} for seed in seeds])
+        self.running = [k for k in range(len(seeds)) if k not in self.games.dropped]
+        self.rewards = [[] for _ in seeds]
+
+    def step(self, answers):
+        """Let the running games have an answer each."""
+        rewards, learned_from = self.games.reward_func(self.running, None, [answers])
+        assert rewards == learned_from
+        for k, reward in zip(self.running, *rewards, strict=True):
+            self.rewards[k].append(reward)
+        self.running = [k for k in self.running if self.goes_on(k)]
+
+    def goes_on(self, k):
+        prompts = self.games.external_transition(k)
+        if prompts is None or k in self.games.truncated:
+            return False
+        assert prompts == [self.games.observations[k]]
+        self.games.add_prompts(k, prompts)
+        return True
+
+    @property
+    def observations(self):
+        """The last of each game; None: reset failed."""
+        first = {k: history[0][0] for k, history in enumerate(self.games.prompt_history) if history[0]}
+        last = first | self.games.observations
+        return [last.get(k) for k in range(len(self.rewards))]
+
+    @property
+    def ended(self):
+        """How each game ended; None: it did not by itself."""
+        ends = {}
+        for how in ("terminated", "truncated", "dropped"):
+            ends |= dict.fromkeys(getattr(self.games, how), how)
+        return [ends.get(k) for k in range(len(self.rewards))]
 
 
 # The rules
@@ -224,20 +266,21 @@ def test_no_decision_tree_at_all_earns_more_than_the_optimum(of_four, max_turns)
 
 @pytest.mark.parametrize("max_turns", [1, 2, 3, 4, 5, 6, 20])
 def test_binary_search_in_games_earns_the_optimum_of_guess(max_turns):
-    games = Games(guess.Env, [seed_of(number) for number in range(1, 17)], max_turns)
+    match = Match(guess.Env, [seed_of(number) for number in range(1, 17)])
     bounds = [(1, 16)] * 16
-    while games.running:
-        guesses = {k: sum(bounds[k]) // 2 for k in games.running}
-        games.step([str(guesses[k]) for k in games.running])
-        for k, (low, high) in enumerate(bounds):
-            if games.observations[k] in ("higher", "lower") and k in guesses:
-                bounds[k] = (guesses[k] + 1, high) if games.observations[k] == "higher" else (low, guesses[k] - 1)
-    score = sum(map(sum, games.rewards)) / 16
+    for _ in range(max_turns):
+        guesses = {k: sum(bounds[k]) // 2 for k in match.running}
+        match.step([str(number) for number in guesses.values()])
+        for k, number in guesses.items():
+            low, high = bounds[k]
+            if match.observations[k] in ("higher", "lower"):
+                bounds[k] = (number + 1, high) if match.observations[k] == "higher" else (low, number - 1)
+    score = sum(map(sum, match.rewards)) / 16
     assert score == pytest.approx(guess.optimum(max_turns), abs=1e-12)
     assert score == pytest.approx(best_guessing(min(6, max_turns)), abs=1e-12)
     if max_turns >= 5:
         assert score == pytest.approx(29 / 48, abs=1e-12)
-        assert sum(map(len, games.rewards)) / 16 == 3.375 and set(games.ended) == {"terminated"}
+        assert sum(map(len, match.rewards)) / 16 == 3.375 and set(match.ended) == {"terminated"}
 
 
 class Placed(grid.Env):
@@ -269,12 +312,12 @@ def way(observation):
 
 @pytest.mark.parametrize("max_turns", [1, 3, 5, 6, 12])
 def test_the_shortest_ways_in_games_earn_the_optimum_of_grid(max_turns):
-    games = Games(Placed, range(240), max_turns)
-    first = {k: way(games.observations[k]) for k in games.running}
-    while games.running:
-        games.step([way(games.observations[k])[0] for k in games.running])
-    assert sum(map(sum, games.rewards)) / 240 == pytest.approx(grid.optimum(max_turns), abs=1e-12)
-    assert all(games.ended[k] == ("terminated" if len(first[k]) <= max_turns else "horizon") for k in first)
+    match = Match(Placed, range(240))
+    first = {k: way(match.observations[k]) for k in match.running}
+    for _ in range(max_turns):
+        match.step([way(match.observations[k])[0] for k in match.running])
+    assert sum(map(sum, match.rewards)) / 240 == pytest.approx(grid.optimum(max_turns), abs=1e-12)
+    assert all(match.ended[k] == ("terminated" if len(first[k]) <= max_turns else None) for k in first)
     assert (grid.optimum(max_turns) == 1) == (max_turns >= 6)
 
 
@@ -330,11 +373,11 @@ def test_an_environment_from_a_file_or_from_a_module_works_as_it_is(tmp_path, mo
     for spec in ("game.py", "made.py", str(tmp_path / "made.py"), "shop.words:Words", "made:make"):
         factory, optimum = load_env(spec, 9)
         assert optimum == (27.0 if "made" in spec else None)
-        games = Games(factory, [1, 2], 5)
-        games.step(["a", "b"])
-        games.step(["c", "d"])
-        assert games.observations == ["a c", "b d"] and games.rewards == [[1.0, 2.0]] * 2
-        assert games.ended == ["terminated"] * 2 and not games.running
+        match = Match(factory, [1, 2])
+        match.step(["a", "b"])
+        match.step(["c", "d"])
+        assert match.observations == ["a c", "b d"] and match.rewards == [[1.0, 2.0]] * 2
+        assert match.ended == ["terminated"] * 2 and not match.running
 
 
 def test_an_environment_in_a_module_that_is_there_already(tmp_path):
@@ -400,22 +443,34 @@ def test_a_bad_name_is_one_line(tmp_path, monkeypatch, spec):
 
 
 def test_episodes_end_each_in_its_way(heard):
-    games = Games(Echo, [5, 6, 7], 3)
-    assert (games.running, games.observations) == ([0, 1, 2], ["seed 5", "seed 6", "seed 7"])
-    games.step(["a", "bye", "b"])
-    assert (games.running, games.ended) == ([0, 2], [None, "terminated", None])
-    games.step(["late", "c"])
-    assert (games.running, games.observations) == ([2], ["late", "bye", "c"])
-    games.step(["d"])
-    assert (games.running, games.ended) == ([], ["truncated", "terminated", "horizon"])
-    assert games.rewards == [[1.0, 1.0], [1.0], [1.0, 1.0, 1.0]] and games.dropped == {}
+    match = Match(Echo, [5, 6, 7])
+    assert (match.running, match.observations) == ([0, 1, 2], ["seed 5", "seed 6", "seed 7"])
+    match.step(["a", "bye", "b"])
+    assert (match.running, match.ended) == ([0, 2], [None, "terminated", None])
+    match.step(["late", "c"])
+    assert (match.running, match.observations) == ([2], ["late", "bye", "c"])
+    match.step(["d"])
+    assert (match.running, match.ended) == ([2], ["truncated", "terminated", None])
+    match.games.finish()
+    assert match.rewards == [[1.0, 1.0], [1.0], [1.0, 1.0, 1.0]] and match.games.dropped == {}
     assert heard == "reset 5,reset 6,reset 7,a,bye,close,b,late,close,c,d,close".split(",")
 
 
-def test_an_end_in_the_last_turn_is_the_environments_own():
-    games = Games(Echo, range(3), 1)
-    games.step(["bye", "late", "a"])
-    assert games.ended == ["terminated", "truncated", "horizon"]
+def test_an_end_in_the_last_turn_is_the_environments_own(loaded_model, tokenizer, monkeypatch):
+    """Cut short, an episode is worth V of its end; at the horizon, as after its own end, 0."""
+    args = ppo_llm.resolve_args(make_ppo_args(max_turns=1))
+    agents = make_ppo_agents(loaded_model, tokenizer, args)
+
+    def respond(agents, transcripts, *_):
+        for transcript, answer in zip(*transcripts, ["bye", "late", "a"], strict=True):
+            ids = tokenizer(answer).input_ids
+            transcript.add_response(ids, [0.0] * len(ids), answer)
+
+    monkeypatch.setattr(ppo_llm, "respond", respond)
+    (rollout,) = ppo_llm.play(agents, Echo, [{"seed": seed} for seed in range(3)], args, generator=None)
+    assert rollout.truncated.tolist() == [0, 1, 0]
+    observed = ["<|user|>" in text for text in tokenizer.batch_decode(rollout.response_ids)]
+    assert observed == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -428,7 +483,7 @@ def test_an_end_in_the_last_turn_is_the_environments_own():
     ],
 )
 def test_reset_gets_the_seed_if_it_takes_one(reset, seen):
-    assert Games(type("Own", (Echo,), {"reset": reset}), [4], 3).observations == [seen]
+    assert Match(type("Own", (Echo,), {"reset": reset}), [4]).observations == [seen]
 
 
 @pytest.mark.parametrize(
@@ -436,10 +491,10 @@ def test_reset_gets_the_seed_if_it_takes_one(reset, seen):
 )
 def test_a_reward_is_any_number_and_an_end_any_truth(reward):
     for end in (True, numpy.bool_(True), torch.tensor(True), 1):
-        games = Games(type("Own", (Echo,), {"step": lambda self, answer: ("x", reward, end, 0, {})}), [4], 3)
-        games.step(["a"])
-        assert games.rewards == [[float(reward)]] and type(games.rewards[0][0]) is float
-        assert games.ended == ["terminated"]
+        match = Match(type("Own", (Echo,), {"step": lambda self, answer: ("x", reward, end, 0, {})}), [4])
+        match.step(["a"])
+        assert match.rewards == [[float(reward)]] and type(match.rewards[0][0]) is float
+        assert match.ended == ["terminated"]
 
 
 class Fragile(Echo):
@@ -464,16 +519,17 @@ class Fragile(Echo):
 
 
 def test_an_environment_that_raises_ends_its_own_episode_only(heard):
-    games = Games(Fragile, [0, 2, "reset", "close", 0, 1], 3)
-    assert games.running == [0, 1, 3, 4, 5] and games.dropped == {2: "ValueError: no such seed (reset)"}
-    games.step(["a", "b", "c", "d", "e"])
-    assert games.running == [0, 1, 3, 4] and heard[-1] == "close"
-    games.step(["a", "b", "bye", "d"])
-    assert games.running == [0, 4]
-    games.step(["a", "d"])
-    assert games.ended == ["horizon", "dropped", "dropped", "dropped", "horizon", "dropped"]
-    assert [len(games.rewards[k]) for k in (0, 4)] == [3, 3] and games.observations[4] == "d"
-    assert games.dropped == {
+    match = Match(Fragile, [0, 2, "reset", "close", 0, 1])
+    assert match.running == [0, 1, 3, 4, 5] and match.games.dropped == {2: "ValueError: no such seed (reset)"}
+    match.step(["a", "b", "c", "d", "e"])
+    assert match.running == [0, 1, 3, 4] and heard[-1] == "close"
+    match.step(["a", "b", "bye", "d"])
+    assert match.running == [0, 4]
+    match.step(["a", "d"])
+    assert match.ended == [None, "dropped", "dropped", "dropped", None, "dropped"]
+    assert [len(match.rewards[k]) for k in (0, 4)] == [3, 3] and match.observations[4] == "d"
+    match.games.finish()
+    assert match.games.dropped == {
         2: "ValueError: no such seed (reset)",
         5: "KeyError: 'turn 1 of its own' (turn 1)",
         1: "KeyError: 'turn 2 of its own' (turn 2)",
@@ -489,23 +545,24 @@ def test_an_environment_that_cannot_be_made_again_is_dropped():
         made.append(1)
         return Echo() if len(made) != 2 else 1 / 0
 
-    games = Games(make, range(3), 3)
-    assert games.running == [0, 2] and games.dropped == {1: "ZeroDivisionError: division by zero (reset)"}
+    match = Match(make, range(3))
+    assert match.running == [0, 2] and match.games.dropped == {1: "ZeroDivisionError: division by zero (reset)"}
 
 
 @pytest.mark.parametrize(
     "seeds, first", [(["reset"] * 3, r"ValueError: no such seed \(reset\)"), ([2, 1, 2], r"KeyError: 'turn 1 .*")]
 )
 def test_a_batch_whose_episodes_all_fail_is_one_line(seeds, first):
+    match = Match(Fragile, seeds)
+    while match.running:
+        match.step(["a"] * len(match.running))
     with pytest.raises(TaskError, match=f"^the environment failed in all 3 episodes, at first with {first}$") as error:
-        games = Games(Fragile, seeds, 3)
-        games.step(["a", "b", "c"])
-        assert games.running == [0, 2]
-        games.step(["a", "c"])
+        match.games.finish()
     assert error.value.exit_code == 1
-    games = Games(Fragile, [*seeds, 0], 1)
-    games.step(["a"] * len(games.running))  # one that lasts, and the run goes on
-    assert games.ended[-1] == "horizon"
+    match = Match(Fragile, [*seeds, 0])
+    match.step(["a"] * len(match.running))  # one that lasts, and the run goes on
+    match.games.finish()
+    assert match.ended[-1] is None
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, TaskError("enough")])
@@ -514,9 +571,9 @@ def test_the_keyboard_and_a_task_error_end_the_run(stop):
         def step(self, answer):
             raise stop
 
-    games = Games(Stopping, range(2), 3)
+    match = Match(Stopping, range(2))
     with pytest.raises(stop if isinstance(stop, type) else TaskError):
-        games.step(["a", "b"])
+        match.step(["a", "b"])
 
 
 BAD_RESETS = {
@@ -548,12 +605,12 @@ def test_a_reset_that_returns_the_wrong_thing_is_one_line(case):
     returned, message = BAD_RESETS[case]
     own = type("Own", (Echo,), {"reset": lambda self: returned})
     with pytest.raises(TaskError, match=f"^reset of Own returned {message}$"):
-        Games(own, range(2), 3)
+        Match(own, range(2))
 
 
 @pytest.mark.parametrize("case", BAD_STEPS)
 def test_a_step_that_returns_the_wrong_thing_is_one_line(case):
     returned, message = BAD_STEPS[case]
-    games = Games(type("Own", (Echo,), {"step": lambda self, answer: returned}), range(2), 3)
+    match = Match(type("Own", (Echo,), {"step": lambda self, answer: returned}), range(2))
     with pytest.raises(TaskError, match=f"^step of Own returned {message}$"):
-        games.step(["a", "b"])
+        match.step(["a", "b"])

@@ -1,4 +1,4 @@
-"""Episodes of a team: what the task's functions get, how an episode ends, and what they may do wrong."""
+"""Episodes of a team: what the task's functions get, what is made of what they return, what they may do wrong."""
 
 import time
 from types import SimpleNamespace
@@ -42,29 +42,58 @@ def test_functions_get_what_they_name():
 
     task = task_of(reward_func=reward_func, external_transition=external_transition)
     episodes = Episodes(task, ITEMS, num_agents=2, num_turns=2)
-    assert episodes.prompts(1, Tokenizer()) == ["Agent 1, guess 0.", "Agent 1, guess 1."]
-    assert episodes.score(RESPONSES, PROMPTS) == ([[0.0, 0.0], [1.0, 1.0]],) * 2
+    assert episodes.prompts(1, [0, 1], Tokenizer()) == ["Agent 1, guess 0.", "Agent 1, guess 1."]
+    assert episodes.reward_func([0, 1], PROMPTS, RESPONSES) == ([[0.0, 0.0], [1.0, 1.0]],) * 2
+    assert [episodes.external_transition(k) for k in (0, 1)] == [["x", "y"], None]
+    episodes.add_prompts(0, ["x", "y"])
     assert calls[0] == (0, 2, [[["a"], ["b"]], [["c"], ["d"]]], [0, 1])
     others = {"agent_completions": ["a", "c"], "num_agents": 2, "item": ITEMS[0], "turn": 0}
     others |= {"prompt_history_per_agent": [["Agent 0, guess 0."], ["Agent 1, guess 0."]]}
     assert calls[1] == ("p", others | {"response_history_per_agent": [["a"], ["c"]]})
-    assert episodes.running == [0] and episodes.prompts(1, Tokenizer()) == ["y"]
-    episodes.score([["e"], ["f"]], [["p"]] * 2)
-    assert calls[-1] == (1, 2, [[["a", "e"]], [["c", "f"]]], [0]) and episodes.running == []
+    assert episodes.prompts(1, [0], Tokenizer()) == ["y"]
+    episodes.reward_func([0], [["p"]] * 2, [["e"], ["f"]])
+    assert calls[-1] == (1, 2, [[["a", "e"]], [["c", "f"]]], [0])
     assert episodes.prompt_history[0] == [["Agent 0, guess 0.", "x"], ["Agent 1, guess 0.", "y"]]
     assert episodes.response_history == [[["a", "e"], ["c", "f"]], [["b"], ["d"]]]
 
 
-@pytest.mark.parametrize("threshold, running", [(None, [0, 1]), (0.5, [0]), (0.75, [0, 1]), (0.0, [])])
-def test_an_episode_ends_after_a_turn_whose_reward_is_above_the_threshold(threshold, running):
-    episodes = Episodes(task_of(), ITEMS, 2, num_turns=2, threshold=threshold)
-    assert episodes.score(RESPONSES, PROMPTS)[0] == [[0.25, 0.75]] * 2
-    assert episodes.running == running
-
-
 def test_the_rewards_are_processed_one_by_one():
     episodes = Episodes(task_of(reward_processor=lambda reward: 2 * reward - 1), ITEMS, 2, num_turns=1)
-    assert episodes.score(RESPONSES, PROMPTS) == ([[0.25, 0.75]] * 2, [[-0.5, 0.5]] * 2)
+    assert episodes.reward_func([0, 1], PROMPTS, RESPONSES) == ([[0.25, 0.75]] * 2, [[-0.5, 0.5]] * 2)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+FIRST = [{"role": "system", "content": "Be brief."}, user("Guess.")]
+NEXT_PROMPTS = {  # and what is new in them, after FIRST
+    "a text": ("Higher.", "Higher."),
+    "a chat that goes on": ([*FIRST, {"role": "assistant", "content": "3"}, user("Higher.")], "Higher."),
+    "a chat that says two things": ([*FIRST, user("Higher."), user("Guess again.")], "Higher.\n\nGuess again."),
+    "a new chat": ([{"role": "system", "content": "Be bold."}, user("Higher than 3.")], "Higher than 3."),
+    "the same chat": (FIRST, "Guess."),
+}
+
+
+@pytest.mark.parametrize("case", NEXT_PROMPTS)
+def test_what_is_new_in_the_next_prompt_is_a_message(case):
+    prompt, message = NEXT_PROMPTS[case]
+    task = task_of(formatters=lambda item: FIRST, external_transition=lambda item: [prompt, "To the other."])
+    episodes = Episodes(task, ITEMS, num_agents=2, num_turns=2)
+    episodes.reward_func([0, 1], PROMPTS, RESPONSES)
+    episodes.add_prompts(0, episodes.external_transition(0))
+    assert episodes.messages(0) == [message, "To the other."]
+
+
+@pytest.mark.parametrize("prompt", [[*FIRST, {"role": "assistant", "content": "3"}], FIRST[:1], 3])
+def test_a_next_prompt_that_says_nothing_new_is_one_line(prompt):
+    task = task_of(formatters=lambda item: FIRST, external_transition=lambda item: ["Higher.", prompt])
+    episodes = Episodes(task, ITEMS, num_agents=2, num_turns=2)
+    episodes.reward_func([0, 1], PROMPTS, RESPONSES)
+    episodes.add_prompts(1, episodes.external_transition(1))
+    with pytest.raises(TaskError, match="^external_transition of agent 1 gave no prompt for item 1, {'number': 1.*"):
+        episodes.messages(1)
 
 
 WRONG = {
@@ -122,8 +151,9 @@ def test_what_a_task_does_wrong_is_one_line(case):
     functions, message = WRONG[case]
     with pytest.raises(TaskError, match=f"^{message}$") as error:
         episodes = Episodes(task_of(**functions), ITEMS, 2, num_turns=2)
-        episodes.score(RESPONSES, PROMPTS)
-        episodes.prompts(0, Tokenizer())
+        episodes.reward_func([0, 1], PROMPTS, RESPONSES)
+        episodes.add_prompts(0, episodes.external_transition(0))
+        episodes.prompts(0, [0], Tokenizer())
     assert "\n" not in str(error.value)
 
 
@@ -137,7 +167,7 @@ def test_a_reward_function_that_fails_once_is_called_once_more(capsys):
         return [1.0, 1.0]
 
     episodes = Episodes(task_of(reward_func=reward_func), ITEMS, 2, num_turns=1)
-    assert episodes.score(RESPONSES, PROMPTS)[0] == [[1.0, 1.0]] * 2 and len(calls) == 2
+    assert episodes.reward_func([0, 1], PROMPTS, RESPONSES)[0] == [[1.0, 1.0]] * 2 and len(calls) == 2
     assert "reward_func raised ConnectionError: the judge is away; it is asked once more" in capsys.readouterr().out
 
 
@@ -149,7 +179,7 @@ def test_a_reward_function_has_so_much_time():
     episodes = Episodes(task_of(reward_func=reward_func), ITEMS, 2, num_turns=1, timeout=0.1)
     message = "raised TimeoutError: no answer within --reward-timeout, 0.1 s on the batch of 2 items$"
     with pytest.raises(TaskError, match=message):
-        episodes.score(RESPONSES, PROMPTS)
+        episodes.reward_func([0, 1], PROMPTS, RESPONSES)
     assert time.perf_counter() - start < 2
     with time_limit(0.1):
         pass

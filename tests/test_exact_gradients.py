@@ -1,14 +1,19 @@
 """The mean gradient of each script's loss is the exact policy gradient of a game that is small enough to enumerate.
 
 Two agents, each a GPT-2 of 16 tokens, answer with two tokens; none of the tokens ends a response. The expected reward J
-of an episode is a sum over the 16^4 joint responses of a turn, and autograd differentiates it. A second turn begins in
-one of three states that the joint response leads to; its prompts and rewards depend on no more of the past, so that a
-sum over 16^8 pairs of joint responses is two sums over 16^4. With gamma 1 the gradient of J by an agent's parameters is
+of an episode is a sum over the 16^4 joint responses of a turn, and autograd differentiates it. A second turn has one of
+three states, which the joint response leads to and which its prompts and rewards depend on. In ippo_llm and iac_llm an
+agent then reads the prompt of that state alone; in ppo_llm it reads its whole transcript: the first prompt, its first
+response and, appended to them, the prompt of that state (without a chat template there are empty lines around it, which
+are no tokens here). So a response in the second turn has 256 * 3 histories for each first state, and the sum over 16^8
+pairs of joint responses is a product of matrices for each two states. With gamma 1 the gradient of J by an agent's
+parameters is
 
     E[ sum_t grad log pi(a_t|h_t) A_t ],
 
 A_t from generalised advantage estimation, for lambda 1 and any values V(h_t), which do not know a_t; and for any lambda
-(IAC's is 0) and the true values V(h_t) = E[ rewards from t on | h_t ], means over the other agent and over the future.
+(IAC's is 0) and the true values V(h_t) = E[ rewards from t on | h_t ], means over the future and over what the other
+agent has said and will say, of which an agent knows no more than the state that it led to.
 A loss divides the sum over an episode by its number of actions or of tokens, which is the same for all episodes here.
 
 `main` of each script does one update with its own sampling, rewards, masks, advantages, mini-batches and losses. Only
@@ -42,11 +47,12 @@ pytestmark = [
 NUM_AGENTS = 2
 NUM_TOKENS = 16
 LENGTH = 2  # tokens of a response
+NUM_RESPONSES = NUM_TOKENS**LENGTH
 FIRST_STATES = [0, 1]  # one for each item
 SECOND_STATES = [2, 3, 4]
 NUM_STATES = 5
 
-GAME_SEED = 21  # of a game with strong gradients: weak ones take more episodes to be seen
+GAME_SEED = 6  # of a game with strong gradients: weak ones take more episodes to be seen
 SAMPLING_SEED = 1
 EPISODES = 8192
 MINI_BATCH = 128  # episodes; gradients of mini-batches tell the standard error of their mean
@@ -69,7 +75,7 @@ def build_model():
     torch.manual_seed(GAME_SEED)
     config = GPT2Config(
         vocab_size=NUM_TOKENS,
-        n_positions=8,
+        n_positions=12,
         n_embd=8,
         n_layer=1,
         n_head=2,
@@ -103,6 +109,7 @@ class Game:
         rows = torch.tensor([self.row_of[text] for text in texts])  # what reads alike counts alike
         self.rewards = draw_rewards(generator)[:, rows][:, :, rows]
         self.next_states = SECOND_STATES[0] + (rows[:, None] + rows) % len(SECOND_STATES)
+        self.prompt_ids = [[tokenizer(prompt).input_ids for prompt in prompts] for prompts in self.prompts]
 
     def train_dataset(self, size, seed):
         return datasets.Dataset.from_dict({"state": [k % len(FIRST_STATES) for k in range(size)]})
@@ -143,7 +150,7 @@ def draw_rewards(generator):
         shape[i] = NUM_TOKENS
         shape[k] = NUM_TOKENS
         rewards += 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    return rewards.view(NUM_STATES, NUM_TOKENS**LENGTH, NUM_TOKENS**LENGTH)
+    return rewards.view(NUM_STATES, NUM_RESPONSES, NUM_RESPONSES)
 
 
 # --- What is exact: by enumeration ------------------------------------------------------------------------------------
@@ -165,49 +172,107 @@ def exact_copy(agent):
     return SimpleNamespace(model=model, actor=agent.actor)
 
 
-def policy(agent, prompts, tokenizer):
-    """pi(response|state) [S, 256] of an agent, differentiable, from a prompt for each state, without any padding."""
+def policy(agent, histories):
+    """pi(response|history) [H, 256] of an agent, differentiable, from the ids of histories [H, S]: no padding."""
     model = getattr(agent, "model", agent.actor)
-    rows = []
-    for prompt in prompts:
-        prompt_ids = torch.tensor(tokenizer(prompt).input_ids).expand(NUM_TOKENS, -1)
-        ids = torch.cat([prompt_ids, torch.arange(NUM_TOKENS)[:, None]], 1)
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-        first = logits[0, -2].softmax(-1)
-        second = logits[:, -1].softmax(-1)  # after each first token
-        rows.append((first[:, None] * second).flatten())
-    return torch.stack(rows)
+    H = len(histories)
+    tokens = torch.arange(NUM_TOKENS).repeat(H)[:, None]
+    ids = torch.cat([histories.repeat_interleave(NUM_TOKENS, 0), tokens], 1)  # each history with each first token
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.view(H, NUM_TOKENS, -1, NUM_TOKENS)
+    first = logits[:, 0, -2].softmax(-1)
+    second = logits[:, :, -1].softmax(-1)
+    return (first[..., None] * second).flatten(1)
 
 
-def expected_rewards(policies, game, num_turns):
-    """The expected rewards from a joint response in a state on, its own included: [S, 256, 256]."""
-    if num_turns == 1:
-        return game.rewards
-    state_values = torch.einsum("sa,sb,sab->s", *policies, game.rewards)  # of the second turn
-    first = game.rewards[FIRST_STATES] + state_values[game.next_states]
-    return torch.cat([first, game.rewards[SECOND_STATES]])
+def first_policy(agent, i, game):
+    """pi(response|first state) [S1, 256] of agent i."""
+    prompts = [torch.tensor([game.prompt_ids[state][i]]) for state in FIRST_STATES]
+    return torch.cat([policy(agent, prompt) for prompt in prompts])
 
 
-def expected_reward(policies, game, num_turns):
-    """J: the mean over the items."""
-    rewards = expected_rewards(policies, game, num_turns)
-    return torch.einsum("sa,sb,sab->s", *policies, rewards)[FIRST_STATES].mean()
+def second_policy(agent, i, game, whole_transcript):
+    """pi(second response|first state, own first response, second state) [S1, 256, S2, 256] of agent i.
+
+    It reads the whole transcript, or the prompt of the second state alone.
+    """
+    responses = torch.cartesian_prod(torch.arange(NUM_TOKENS), torch.arange(NUM_TOKENS))
+    policies = []
+    for state in FIRST_STATES:
+        of_state = []
+        for next_state in SECOND_STATES:
+            prompt = torch.tensor([game.prompt_ids[next_state][i]])
+            if whole_transcript:
+                begin = torch.tensor([game.prompt_ids[state][i]]).expand(NUM_RESPONSES, -1)
+                history = torch.cat([begin, responses, prompt.expand(NUM_RESPONSES, -1)], 1)
+                of_state.append(policy(agent, history))
+            else:
+                of_state.append(policy(agent, prompt).expand(NUM_RESPONSES, -1))
+        policies.append(torch.stack(of_state, 1))
+    return torch.stack(policies)
 
 
-def true_values(policies, game, num_turns, agent):
-    """V(h) of an agent in each state, before its first token, and after each first token: [S, 1 + 16]."""
-    rewards = expected_rewards(policies, game, num_turns)
-    if agent == 1:
-        rewards = rewards.transpose(1, 2)
-    rewards = torch.einsum("sb,sab->sa", policies[1 - agent], rewards).view(NUM_STATES, NUM_TOKENS, NUM_TOKENS)
-    probabilities = policies[agent].view(NUM_STATES, NUM_TOKENS, NUM_TOKENS)
-    shares = (probabilities * rewards).sum(-1)  # of the first tokens in the value before them
-    return torch.cat([shares.sum(-1, keepdim=True), shares / probabilities.sum(-1)], 1).float()
+def expected_rewards(seconds, game):
+    """The expected rewards from a joint response in a first state on, its own included: [S1, 256, 256].
+
+    `seconds` are the agents' second policies, None of a game of one turn.
+    """
+    rewards = game.rewards[FIRST_STATES]
+    if seconds is None:
+        return rewards
+    futures = torch.einsum("iasx,sxy,ibsy->isab", seconds[0], game.rewards[SECOND_STATES], seconds[1])
+    return rewards + (futures * leads_to(game)).sum(1)
+
+
+def leads_to(game):
+    """1 where a joint response leads to a second state: [S2, 256, 256]."""
+    return torch.stack([game.next_states == state for state in SECOND_STATES]).double()
+
+
+def true_values(firsts, seconds, game, i):
+    """V(h) of agent i before a response, and after each first token of it: [S1, 17] and [S1, 256, S2, 17]."""
+    rewards = [expected_rewards(seconds, game), game.rewards[SECOND_STATES], leads_to(game)]
+    if i == 1:
+        rewards = [x.transpose(-1, -2) for x in rewards]
+    team_rewards, second_rewards, transitions = rewards
+    other = firsts[1 - i]
+    values = [values_of_tokens(firsts[i], torch.einsum("ib,iab->ia", other, team_rewards))]
+    if seconds is not None:
+        belief = torch.einsum("ib,sab->iasb", other, transitions)  # in what the other agent has said
+        belief = belief / belief.sum(-1, keepdim=True)
+        others_next = torch.einsum("iasb,ibsy->iasy", belief, seconds[1 - i])
+        values.append(values_of_tokens(seconds[i], torch.einsum("iasy,sxy->iasx", others_next, second_rewards)))
+    return values
+
+
+def values_of_tokens(probabilities, rewards):
+    """The expected reward before a response, and after each first token: [..., 17] from [..., 256] of responses."""
+    shape = (*rewards.shape[:-1], NUM_TOKENS, NUM_TOKENS)
+    shares = (probabilities * rewards).view(shape).sum(-1)  # of the first tokens in the value before them
+    after = shares / probabilities.view(shape).sum(-1)
+    return torch.cat([shares.sum(-1, keepdim=True), after], -1).float()
 
 
 def arbitrary_values():
-    """V(h) [S, 1 + 16] without any sense."""
-    return torch.randn(NUM_STATES, 1 + NUM_TOKENS, generator=torch.Generator().manual_seed(GAME_SEED))
+    """V(h) without any sense, in the shapes of true_values."""
+    generator = torch.Generator().manual_seed(GAME_SEED)
+    S1, S2 = len(FIRST_STATES), len(SECOND_STATES)
+    shapes = [(S1, 1 + NUM_TOKENS), (S1, NUM_RESPONSES, S2, 1 + NUM_TOKENS)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def enumerate_game(agents, game, num_turns, whole_transcript):
+    """Of each agent the exact gradient [P] of J, and its true values."""
+    copies = [exact_copy(agent) for agent in agents]
+    firsts = [first_policy(agent, i, game) for i, agent in enumerate(copies)]
+    seconds = None
+    if num_turns == 2:
+        seconds = [second_policy(agent, i, game, whole_transcript) for i, agent in enumerate(copies)]
+    J = torch.einsum("ia,ib,iab->i", *firsts, expected_rewards(seconds, game)).mean()  # over the items
+    gradients = []
+    for agent in copies:
+        gradients.append(flatten(torch.autograd.grad(J, parameters(agent), retain_graph=True)))
+    with torch.no_grad():
+        return gradients, [true_values(firsts, seconds, game, i) for i in range(NUM_AGENTS)]
 
 
 # --- What is sampled: by the scripts ----------------------------------------------------------------------------------
@@ -243,20 +308,11 @@ def perturb(agents):
 class Team:
     """The agents of a run: their exact gradients [P] and true values; the gradients of mini-batches, lists of [P]."""
 
-    def __init__(self, agents, game, num_turns):
+    def __init__(self, agents, exact_gradients, true_values):
         self.agents = agents
         self.gradients = [[] for _ in agents]
-        copies = [exact_copy(agent) for agent in agents]
-        policies = []
-        for i, agent in enumerate(copies):
-            policies.append(policy(agent, [prompts[i] for prompts in game.prompts], agents[i].tokenizer))
-        reward = expected_reward(policies, game, num_turns)
-        self.exact_gradients = []
-        self.true_values = []
-        for i, agent in enumerate(copies):
-            gradient = torch.autograd.grad(reward, parameters(agent), retain_graph=True)
-            self.exact_gradients.append(flatten(gradient))
-            self.true_values.append(true_values(policies, game, num_turns, i).detach())
+        self.exact_gradients = exact_gradients
+        self.true_values = true_values
 
     def record(self, agent):
         """Note an agent's gradient, in place of a step of its optimisers; returns the metrics of a step."""
@@ -271,31 +327,55 @@ def flatten(tensors):
     return torch.cat([x.flatten() for x in tensors]).double()
 
 
-def no_run(*_, **__):
-    """In place of a run's folder."""
-    run = SimpleNamespace(step=0, phase=lambda name: None, log=lambda *_: None)
-    run.updates = lambda batches: enumerate(batches, 1)
-    return contextlib.nullcontext(run)
+class NoRun:
+    """In place of a run's folder: one update, of all items."""
+
+    num_updates = 1
+
+    def __init__(self, *_, **__):
+        """It takes what a Run does."""
+
+    def start(self, *_):
+        return contextlib.nullcontext(self)
+
+    def updates(self, items):
+        yield 1, [*items]
+
+    def phase(self, name):
+        """It takes no time."""
+
+    def is_due(self, *_):
+        return False
+
+    def log(self, *_):
+        """It writes nothing."""
 
 
 ROLLOUTS = {}  # of each script and number of turns; all that else differs is what is learned from them
+EXACT = {}  # what enumerate_game gives, of the same and of what is read in a second turn
 
 
-def learn(script, num_turns, values, folder, change=None, **flags):
+def learn(script, num_turns, values, folder, change=None, whole_transcript=None, **flags):
     """Let a script's `main` do one update with "true" or "arbitrary" values, and without steps; returns a Team.
 
-    `change` is made to the rollouts before the agents learn from them.
+    `change` is made to the rollouts before the agents learn from them. `whole_transcript`: whether the histories of the
+    enumeration are whole transcripts; None: as the script has them.
     """
     game = Game(build_tokenizer())
     build_agents = script.build_agents
     play = script.play
     teams = []
+    if whole_transcript is None:
+        whole_transcript = script is ppo_llm
 
     def build_team(*arguments):
         torch.manual_seed(GAME_SEED)
         agents = build_agents(*arguments)
         perturb(agents)
-        teams.append(Team(agents, game, num_turns))
+        key = (script, num_turns, whole_transcript)
+        if key not in EXACT:
+            EXACT[key] = enumerate_game(agents, game, num_turns, whole_transcript)
+        teams.append(Team(agents, *EXACT[key]))
         return agents
 
     def play_once(*arguments):
@@ -306,16 +386,14 @@ def learn(script, num_turns, values, folder, change=None, **flags):
 
     def compute_values(agent, rollout, args):
         i = teams[0].agents.index(agent)
-        table = arbitrary_values() if values == "arbitrary" else teams[0].true_values[i]
-        states = torch.tensor([[game.state_of(prompt, i) for prompt in prompts] for prompts in rollout.prompts])
-        first_tokens = rollout.response_ids[..., 0]
-        history_values = torch.stack([table[states, 0], table[states, 1 + first_tokens]], -1)
-        if script is ppo_llm:  # and the value of the end, which is for truncated episodes only
-            history_values = pad(history_values, (0, 1), value=100.0)
-        return history_values
+        tables = arbitrary_values() if values == "arbitrary" else teams[0].true_values[i]
+        unchanged = ROLLOUTS[script, num_turns][i]
+        responses = responses_of_ppo(unchanged) if script is ppo_llm else unchanged.response_ids
+        history_values = look_up(tables, game, unchanged.prompts, responses, i)
+        return in_transcripts(history_values, unchanged) if script is ppo_llm else history_values
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "build_run", no_run)
+        patch.setattr(script, "Run", NoRun)
         patch.setattr(script, "build_agents", build_team)
         patch.setattr(script, "play", play_once)
         patch.setattr(script, "compute_values", compute_values)
@@ -323,6 +401,35 @@ def learn(script, num_turns, values, folder, change=None, **flags):
         args = make_args(script, num_turns, folder, **flags)
         script.main(args, task=game, model=build_model(), tokenizer=build_tokenizer())
     return teams[0]
+
+
+def look_up(tables, game, prompts, responses, i):
+    """V(h) [B, T, 2] before each token of an agent's responses, [B, T, 2], to its prompts, B lists of T."""
+    states = torch.tensor([[game.state_of(prompt, i) for prompt in row] for row in prompts])
+    first = states[:, 0] - FIRST_STATES[0]
+    rows = [tables[0][first]]
+    if states.shape[1] == 2:
+        first_responses = NUM_TOKENS * responses[:, 0, 0] + responses[:, 0, 1]
+        rows.append(tables[1][first, first_responses, states[:, 1] - SECOND_STATES[0]])
+    history_values = torch.stack(rows, 1)  # [B, T, 17]
+    after = history_values.gather(-1, 1 + responses[..., :1])
+    return torch.cat([history_values[..., :1], after], -1)
+
+
+def responses_of_ppo(rollout):
+    """The responses in transcripts, [B, T, 2]."""
+    sampled = rollout.response_ids[rollout.turn_of_token >= 0]
+    return sampled.view(*rollout.rewards.shape, LENGTH)
+
+
+def in_transcripts(history_values, rollout):
+    """What stands for tokens, [B, T, 2], at their columns in transcripts, [B, L + 1]: elsewhere what is not to count.
+
+    That is before tokens that are observed, and the value of the end, which is for truncated episodes only.
+    """
+    values = torch.full_like(pad(rollout.logprobs, (0, 1)), 100.0)
+    values[pad(rollout.turn_of_token, (0, 1), value=-1) >= 0] = history_values.flatten()
+    return values
 
 
 # --- The two compared -------------------------------------------------------------------------------------------------
@@ -437,8 +544,9 @@ def learn_from_tokens(script, folder, **others):
 def test_a_mask_without_the_last_token_is_seen(script, tmp_path):
     def without_last_token(rollout):
         if script is ppo_llm:
-            return replace(rollout, turn_of_token=pad(rollout.turn_of_token[..., :-1], (0, 1), value=-1))
-        return replace(rollout, mask=pad(rollout.mask[..., :-1], (0, 1)))
+            is_last = rollout.turn_of_token != pad(rollout.turn_of_token[:, 1:], (0, 1), value=-1)
+            return replace(rollout, turn_of_token=rollout.turn_of_token.masked_fill(is_last, -1))
+        return replace(rollout, response_mask=pad(rollout.response_mask[..., :-1], (0, 1)))
 
     for comparison in learn_from_tokens(script, tmp_path, change=without_last_token):
         assert not comparison.equal, comparison
@@ -447,7 +555,7 @@ def test_a_mask_without_the_last_token_is_seen(script, tmp_path):
 @SCRIPTS
 def test_the_rewards_of_other_episodes_are_seen(script, tmp_path):
     def of_other_episodes(rollout):
-        return replace(rollout, processed_rewards=rollout.processed_rewards.roll(1, 0))
+        return replace(rollout, rewards=rollout.rewards.roll(1, 0))
 
     for comparison in learn_from_tokens(script, tmp_path, change=of_other_episodes):
         assert not comparison.equal, comparison
@@ -470,10 +578,15 @@ def test_values_shifted_by_a_position_are_seen(script, tmp_path, monkeypatch):
 def test_a_detached_ratio_is_seen(tmp_path, monkeypatch):
     take_logprobs = ppo_llm.take_logprobs
 
-    def detached_after_the_first_token(log_pi, rollout):
-        logprobs = take_logprobs(log_pi, rollout)
+    def detached_after_the_first_token(log_pi, tokens):
+        logprobs = take_logprobs(log_pi, tokens)
         return torch.cat([logprobs[..., :1], logprobs[..., 1:].detach()], -1)
 
     monkeypatch.setattr(ppo_llm, "take_logprobs", detached_after_the_first_token)
     for comparison in learn_from_tokens(ppo_llm, tmp_path):
+        assert not comparison.equal, comparison
+
+
+def test_a_history_without_the_first_turn_is_seen(tmp_path):
+    for comparison in learn_from_tokens(ppo_llm, tmp_path, whole_transcript=False):
         assert not comparison.equal, comparison

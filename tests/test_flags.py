@@ -152,6 +152,7 @@ TABLE = {  # flag: another value, other flags of both runs, what is to be seen
     "train_size": (24, {}, becomes(3, num_updates)),
     "max_new_tokens": (1, {}, becomes(1.0, column("agent_0/response_length"))),
     "per_device_train_batch_size": (2, {}, becomes(4, lambda result: result.most_rows)),  # 8 and 2; mini-batches have 4
+    "micro_batch_size": (1, {"per_device_train_batch_size": 2}, becomes(2, lambda result: result.most_rows)),
     "use_separate_critic": (True, {}, becomes(True, has_file("critic"))),
     "critic_value_head_hidden_dim": (7, CRITIC, becomes(7, head_size)),
     "value_head_hidden_dim": (7, {}, becomes(7, head_size)),

@@ -32,7 +32,7 @@ SMALL = {  # two updates of two optimiser steps
     "update_epochs": 1,
     "lr_actor": 2e-3,
 }
-PLAYS = {"sample"}
+PLAYS = {"respond"}
 READS = {"compute_values", "compute_logprobs"}
 LEARNS = {"ppo_loss", "value_loss"}
 STAGE = "<a run>"  # these are made once, by `places`
@@ -51,25 +51,25 @@ def train(folder, own_task=None, **flags):
         seen.compiled = []
         seen.responses = []  # of agent 0 in each update
         seen.held_out = []  # items of each evaluation
-        load_base = ppo_llm.load_base
+        load_models = ppo_llm.models.load_models
         play = ppo_llm.play
 
         def load_and_watch(*values):
-            base, tokenizer = load_base(*values)
+            (base, *_) = loaded = load_models(*values)
             layer = base.base_model.layers[0]
             layer.register_forward_pre_hook(lambda *_: seen.layers.update(seen.functions[-1:] or ["backward"]))
             base.lm_head.register_forward_hook(lambda *values: seen.dtypes.add((seen.functions[-1], values[-1].dtype)))
-            return base, tokenizer
+            return loaded
 
-        def play_and_watch(agents, task, items, args, generator, phase):
-            rollouts = play(agents, task, items, args, generator, phase)
-            if generator is None:
+        def play_and_watch(agents, task, items, *others, greedy=False, **named):
+            rollouts = play(agents, task, items, *others, greedy=greedy, **named)
+            if greedy:
                 seen.held_out.append(len(items))
             else:
                 seen.responses.append(rollouts[0].responses)
             return rollouts
 
-        monkeypatch.setattr(ppo_llm, "load_base", load_and_watch)
+        monkeypatch.setattr(ppo_llm.models, "load_models", load_and_watch)
         monkeypatch.setattr(ppo_llm, "play", play_and_watch)
         monkeypatch.setattr(nn.Module, "compile", lambda self, **named: seen.compiled.append((self, named["mode"])))
         monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
@@ -204,6 +204,11 @@ def first_item(seen):
     return seen.run.samples[0]["item"]
 
 
+def items(seen):
+    """The items of the joint samples of the first update, as strings."""
+    return [str(sample["item"]) for sample in seen.run.samples if sample["update"] == 1]
+
+
 def layers_twice(before, after):
     """What is differentiated was computed once more, and nothing else."""
     again = sum(before.layers[function] for function in LEARNS)
@@ -281,6 +286,7 @@ TABLE = {
     "calc_position_embeddings": (False, {}, becomes(functions_without_positions, PLAYS | READS | LEARNS)),
     # sampling
     "rollout_buffer_size": (4, {}, updates(4)),
+    "num_generations": (4, {}, both(becomes(lambda seen: len(set(items(seen))), 1), updates(8))),
     "max_turns": (3, {}, becomes(lambda seen: "turn_3/reward_mean" in seen.rows[0], True)),
     "early_termination_threshold": (-1.0, NUMBER, becomes(metric("turns"), 1)),
     "max_output_tokens": (1, {}, becomes(metric("agent_0/response_length"), 1.0)),
@@ -392,7 +398,6 @@ def test_an_action_is_a_turn_where_there_may_be_several(flags, expected):
         ({"gae_lambda": 0.3}, {"gae_lambda": 0.3}),
         ({"lr_actor": 0.5}, {"lr_critic": 0.5}),
         ({"lr_critic": 0.0}, {"lr_critic": 0.0}),
-        ({"batch_size": 7}, {"micro_batch_size_per_gpu": 7}),
         ({}, {"max_model_len": 512}),
         ({"max_model_len": 100}, {"max_model_len": 100}),
         ({"max_model_len": 1000}, {"max_model_len": 512}),
@@ -402,6 +407,11 @@ def test_an_action_is_a_turn_where_there_may_be_several(flags, expected):
 def test_a_flag_without_a_value_depends_on_others(flags, expected):
     args = ppo_llm.resolve_args(ppo_llm.Args(**flags))
     assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("flags, expected", [({"batch_size": 7}, 7), ({"micro_batch_size_per_gpu": 2}, 2)], ids=str)
+def test_a_forward_pass_is_of_a_mini_batch_where_no_flag_says_how_many(flags, expected):
+    assert ppo_llm.forward_size(ppo_llm.resolve_args(ppo_llm.Args(**flags))) == expected
 
 
 def test_the_value_of_a_turn_is_that_of_its_first_token_of_its_last_or_the_mean(baseline):

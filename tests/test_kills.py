@@ -1,5 +1,7 @@
 """A run that is killed or stopped at any moment goes on to the same bits."""
 
+import functools
+import itertools
 import random
 import re
 import signal
@@ -8,7 +10,7 @@ import sys
 import time
 
 import pytest
-from processes import COMMANDS, ROOT, assert_same, command, finish, saved_steps, start
+from processes import COMMANDS, ROOT, SCRIPTS, assert_same, command, finish, saved_steps, start
 
 from utils.files import read_rows
 
@@ -168,6 +170,47 @@ def test_a_second_signal_ends_a_run_at_once(number, waiting, whole, tmp_path):
     obstacle.unlink()
     finish("iac_llm", "--resume", tmp_path / "run")
     assert_same(tmp_path / "run", whole(CASE).folder)
+
+
+# --- In the midst of learning -----------------------------------------------------------------------------------------
+
+STEPS = {"ippo critic 2 tldr": 4, "iac head 1 number": 2, "ppo 2 number": 8}  # of optimisers in an update, all agents'
+
+
+def wait_while_learning(name, call, obstacle):
+    """Let a script wait at some call of its optimizer_step, numbered from 1, till a file is removed."""
+    optimizer_step = SCRIPTS[name].optimizer_step
+    numbers = itertools.count(1)
+
+    def wait(*values):
+        if next(numbers) == call:
+            obstacle.with_suffix(".reached").touch()
+            while obstacle.exists():
+                time.sleep(0.01)
+        return optimizer_step(*values)
+
+    SCRIPTS[name].optimizer_step = wait
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("case", STEPS)
+def test_a_run_that_is_stopped_while_it_learns_gives_the_same_bits(case, number, small_model, whole, tmp_path):
+    """At the last step of an optimiser in the third update: all others of it are made."""
+    name, flags = command(case, small_model)
+    folder = tmp_path / "run"
+    obstacle = tmp_path / "wait"
+    obstacle.touch()
+    before = functools.partial(wait_while_learning, name, 3 * STEPS[case], obstacle)
+    process = start(name, *flags, "--output-dir", folder, "--save-interval", "1", before=before)
+    process.wait_until(obstacle.with_suffix(".reached").exists)
+    process.signal(number)
+    if number == signal.SIGTERM:
+        process.wait_until(lambda: announces_stop(process))
+    obstacle.unlink()
+    assert process.wait().exitcode == (128 + number if number == signal.SIGTERM else -number), process.error
+    assert saved_steps(folder)[-1] == (3 if number == signal.SIGTERM else 2)
+    finish(name, "--resume", folder)
+    assert_same(folder, whole(case).folder)
 
 
 # --- Two runs in one folder -------------------------------------------------------------------------------------------

@@ -3,16 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
-from helpers import make_agent, make_args, make_ppo_args, seeded
+from helpers import make_agent, make_args, make_ppo_agents, make_ppo_args, seeded
 
 import iac_llm
 import ippo_llm
 import ppo_llm
 from utils.cli import UserError
 from utils.same import timeless
-from utils.tasks import fit_prompts, lengths, truncate
+from utils.tasks import fit_prompts, lengths, prompt_limit
+from utils.tasks.lengths import PromptLimit, truncate
 
 SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), ppo_llm])
+TEAM_SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
 SHORT = [{"text": "Guess it. " * (k % 3 + 1)} for k in range(16)]
 LONG = {"text": "Guess it. " * 200}
 
@@ -78,15 +80,28 @@ def test_too_few_that_are_left_are_one_line_before_anything_is_loaded_or_made(tm
     assert not (tmp_path / "run").exists()
 
 
-@SCRIPTS
+@TEAM_SCRIPTS
 def test_a_later_prompt_that_is_too_long_is_one_line(tmp_path, script):
     task = task_of(external_transition=lambda item: [LONG["text"]] * 2)
-    turns = "max_turns" if script is ppo_llm else "num_turns"
-    with pytest.raises(UserError, match="^--max-.* after a prompt of [0-9]+ exceeds .*512"):
-        train(script, tmp_path / "room", SHORT, task=task, **{turns: 2})
+    reason = "--max-new-tokens 24 of the model's 512 positions"
+    with pytest.raises(UserError, match=f"^a prompt has [0-9]+ tokens, and at most 488 fit: {reason}$"):
+        train(script, tmp_path / "room", SHORT, task=task, num_turns=2)
     task = task_of(external_transition=lambda item: ["Guess it. " * 10] * 2)
-    with pytest.raises(UserError, match="^a prompt of [0-9]+ tokens exceeds --max-prompt-length 20$"):
-        train(script, tmp_path / "flag", SHORT, task=task, max_prompt_length=20, **{turns: 2})
+    reason = "--max-prompt-length 20"
+    with pytest.raises(UserError, match=f"^a prompt has [0-9]+ tokens, and at most 20 fit: {reason}$"):
+        train(script, tmp_path / "flag", SHORT, task=task, max_prompt_length=20, num_turns=2)
+
+
+@pytest.mark.parametrize("long_prompts", ["drop", "truncate"])
+def test_a_later_prompt_that_is_too_long_cuts_a_transcript_short(tmp_path, long_prompts):
+    task = task_of(external_transition=lambda item: [LONG["text"]] * 2)
+    flags = {"max_turns": 2, "long_prompts": long_prompts, "max_prompt_length": 100}
+    run = train(ppo_llm, tmp_path, SHORT[:8], task=task, **flags)
+    assert (run.rows[0]["turns"], run.rows[0]["truncated"]) == (1, 8)
+
+
+def limit_of(tokens):
+    return PromptLimit(tokens, "", truncate=False)
 
 
 def test_each_agent_has_its_own_limit(tokenizer, monkeypatch):
@@ -95,7 +110,7 @@ def test_each_agent_has_its_own_limit(tokenizer, monkeypatch):
     args = make_args()
     items = [{"text": "Guess it. " * k} for k in range(1, 9)]
     sizes = [len(tokenizer(item["text"], add_special_tokens=False).input_ids) for item in items]
-    readers = [(tokenizer, sizes[5]), (tokenizer, None), (tokenizer, sizes[3])]
+    readers = [(tokenizer, limit_of(tokens)) for tokens in (sizes[5], None, sizes[3])]
     assert fit_prompts(task_of(), args, readers, 2, items, items[2:6]) == (items[:4], items[2:4])
     assert lines == [f"6 of 12 items are left out: a prompt has more than {sizes[3]} or {sizes[5]} tokens"]
 
@@ -103,12 +118,12 @@ def test_each_agent_has_its_own_limit(tokenizer, monkeypatch):
 def test_many_items_are_counted_in_parts(tokenizer, monkeypatch):
     monkeypatch.setattr(lengths, "AT_ONCE", 3)
     items = [*SHORT, LONG, *SHORT[:3], LONG]
-    assert fit_prompts(task_of(), make_args(), [(tokenizer, 100)], 2, items, []) == (SHORT + SHORT[:3], [])
+    assert fit_prompts(task_of(), make_args(), [(tokenizer, limit_of(100))], 2, items, []) == (SHORT + SHORT[:3], [])
 
 
 def test_nothing_is_tokenized_where_any_prompt_fits():
     items = [LONG]
-    readers = [(None, None)] * 2
+    readers = [(None, limit_of(None))] * 2
     assert fit_prompts(None, make_args(), readers, 1, items, [])[0] is items
     with pytest.raises(
         UserError, match="^--long-prompts truncate takes --max-prompt-length: the model has room for any"
@@ -123,11 +138,11 @@ def test_the_flags_have_no_effect_in_an_environment(flag):
         ppo_llm.resolve_args(ppo_llm.Args(**flag))
 
 
-def test_a_limit_beyond_the_room_is_one_line():
-    room = "--max-model-len 512 less --max-output-tokens 72"
-    with pytest.raises(UserError, match=f"^--max-prompt-length takes at most {room}, got 441$"):
+def test_a_limit_beyond_the_room_is_one_line(model):
+    with pytest.raises(UserError, match="^--max-output-tokens 72 after a prompt of 441 exceeds --max-model-len 512$"):
         ppo_llm.resolve_args(ppo_llm.Args(task="tldr", max_prompt_length=441))
-    assert ppo_llm.resolve_args(ppo_llm.Args(task="tldr")).max_prompt_length == 440
+    args = ppo_llm.resolve_args(ppo_llm.Args(task="tldr"))
+    assert prompt_limit(model.config, args, "max_output_tokens").tokens == 440
 
 
 # --- Truncated --------------------------------------------------------------------------------------------------------
@@ -156,22 +171,22 @@ def test_a_rollout_has_the_end_of_a_truncated_prompt(model, tokenizer):
     rollout = ippo_llm.sample(make_agent(args, model, tokenizer), prompts, args, seeded())
     for row, prompt in enumerate(prompts):
         ids = tokenizer(prompt, add_special_tokens=False).input_ids[-7:]
-        assert rollout.prompt_ids[row, 0][rollout.prompt_mask[row, 0].bool()].tolist() == ids
+        length = int(rollout.response_mask[row].sum())
+        assert rollout.ids[row, 0][rollout.attention_mask[row, 0].bool()].tolist()[:-length] == ids
     assert rollout.prompts == [[prompt] for prompt in prompts]
 
 
-def test_a_later_prompt_is_truncated_too(tmp_path):
+@TEAM_SCRIPTS
+def test_a_later_prompt_is_truncated_too(tmp_path, script):
     task = task_of(external_transition=lambda item: [LONG["text"]] * 2)
-    for script, turns, length in (
-        (ippo_llm, "num_turns", "max_new_tokens"),
-        (ppo_llm, "max_turns", "max_output_tokens"),
-    ):
-        flags = {"long_prompts": "truncate", turns: 2, length: 8}
-        run = train(script, tmp_path / turns, SHORT[:8], task=task, **flags)
-        assert run.rows[0]["turns"] == 2
+    flags = {"long_prompts": "truncate", "num_turns": 2, "max_new_tokens": 8}
+    assert train(script, tmp_path, SHORT[:8], task=task, **flags).rows[0]["turns"] == 2
 
 
-def test_a_transcript_has_the_end_of_a_truncated_prompt(tokenizer):
+def test_a_transcript_has_the_end_of_a_truncated_prompt(loaded_model, tokenizer):
     args = ppo_llm.resolve_args(make_ppo_args(task="tldr", long_prompts="truncate", max_prompt_length=7))
+    (agent,) = make_ppo_agents(loaded_model, tokenizer, args)
+    rollout = ppo_llm.sample(agent, [LONG["text"]], args, seeded())
     ids = tokenizer(LONG["text"], add_special_tokens=False).input_ids
-    assert ppo_llm.encode_prompt(LONG["text"], tokenizer, args) == ids[-7:]
+    assert rollout.ids[0, : -rollout.logprobs.shape[-1]].tolist() == ids[-7:]
+    assert rollout.prompts == [[LONG["text"]]]

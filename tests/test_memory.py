@@ -1,76 +1,71 @@
-"""Memory that runs out in an update: the step is made in halves, with the same gradient; and none that grows."""
+"""Micro-batches, whose gradients add up to the mini-batch's; memory that runs out, and that grows."""
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import (
     gradients,
+    make_agent,
+    make_args,
     make_episodes,
     make_ppo_agents,
     make_ppo_args,
-    make_ppo_batch,
     make_ppo_rollout,
+    seeded,
 )
 from processes import Process
 from short_runs import (
-    IN_ENV,
     LOSSES,
     SCRIPTS,
-    Env,
-    Faulty,
     assert_one_line,
-    assert_same_run,
     break_calls,
     every_script,
-    install_env,
-    return_none,
+    make_task,
+    reward_length,
     saved_state,
+    small_model,
     train,
 )
 
 import ppo_llm
-from utils.cli import TaskError, UserError, parse
-from utils.run import Run
+from utils.cli import UserError, parse
+from utils.run import Run, is_out_of_memory
 
 OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
 OUT_OF_MEMORY += "to allocate 9 bytes. Error code 12 (Cannot allocate memory)"
-SIZE_FLAGS = {"ippo": "--mini-batch-size", "iac": "--mini-batch-size", "ppo": "--micro-batch-size-per-gpu"}
+LEARN_FLAGS = {"ippo": "micro_batch_size", "iac": "micro_batch_size", "ppo": "micro_batch_size_per_gpu"}
+SAMPLE_FLAGS = {
+    "ippo": "per_device_train_batch_size",
+    "iac": "per_device_train_batch_size",
+    "ppo": "hf_generate_chunk_size",
+}
 
 in_tmp_path = pytest.mark.usefixtures("in_tmp_path")
 
 
-def exhaust(patch, script, calls):
-    """Let memory run out in some calls of a script's first loss; all its calls."""
-    return break_calls(patch, SCRIPTS[script], LOSSES[script], calls, OUT_OF_MEMORY)
+# --- The gradients of micro-batches add up to the mini-batch's --------------------------------------------------------
 
-
-# --- The gradient in halves is that of the whole ----------------------------------------------------------------------
-
-TWO_UPDATES = {"num_agents": 1, "train_size": 8}  # of a step each
-CASES = {  # of a script, the function in which memory runs out, and flags; backward: once a gradient is there
-    **{
-        f"{script} {granularity} {critic} {function}": (
-            script,
-            function,
-            {"action_granularity": granularity, "use_separate_critic": critic == "separate"},
-        )
-        for script, function in (("ippo", "ippo_loss"), ("ippo", "backward"), ("iac", "iac_loss"))
-        for granularity in ("token", "turn")
-        for critic in ("head", "separate")
-    },
-    "ppo token": ("ppo", "ppo_loss", {"action_granularity": "token"}),
-    "ppo token value": ("ppo", "value_loss", {"action_granularity": "token"}),
-    "ppo turn": ("ppo", "ppo_loss", {"action_granularity": "turn", "turn_value_reduction": "mean"}),
-    "ppo turn value": ("ppo", "value_loss", {"action_granularity": "turn", "turn_value_reduction": "final_value"}),
-    "ppo turn clip": ("ppo", "value_loss", {"action_granularity": "turn", "turn_level_clip": True, "ent_coef": 0.01}),
-    "ppo micro-batches": ("ppo", "value_loss", {"micro_batch_size_per_gpu": 3}),
+FROZEN = {"actor_learning_rate": 0.0, "critic_learning_rate": 0.0}  # every update begins with the same weights
+TEAM_CASES = {
+    f"{script} {granularity} {critic}": (script, granularity, critic)
+    for script in ("ippo", "iac")
+    for granularity in ("token", "turn")
+    for critic in ("head", "separate")
+}
+PPO_CASES = {
+    "ppo token": {"action_granularity": "token"},
+    "ppo turn": {"action_granularity": "turn", "turn_value_reduction": "mean"},
+    "ppo turn clip": {"action_granularity": "turn", "turn_level_clip": True},
+    "ppo reference": {"action_granularity": "turn", "beta": 0.1, "adv_whitening": False},
 }
 
 
 def watch_gradients(patch, module):
-    """The gradients of all updates so far, each a list of tensors."""
+    """The gradients of all optimiser steps so far, each a list of tensors."""
     optimizer_step = module.optimizer_step
     seen = []
 
@@ -82,114 +77,160 @@ def watch_gradients(patch, module):
     return seen
 
 
-@in_tmp_path
-@pytest.mark.parametrize("case", CASES)
-def test_a_step_in_halves_has_the_gradient_of_the_whole(monkeypatch, case, capsys):
-    script, function, flags = CASES[case]
-    place = torch.Tensor if function == "backward" else SCRIPTS[script]
-    call = 4 if case == "ppo micro-batches" else 2  # in the second update
-    flags = TWO_UPDATES | flags
-    if script == "ppo":
-        flags |= IN_ENV
-        install_env(monkeypatch, Env)
+def assert_parts_add_up(patch, script, agent, rollout, args, passes):
+    """An update in micro-batches of 1, 3 and 5 of the 8 episodes has the gradient, and the metrics, of the whole.
 
-    updates = {}
-    for folder, calls in (("whole", []), ("halves", [call])):
-        with monkeypatch.context() as patch:
-            updates[folder] = watch_gradients(patch, SCRIPTS[script])
-            break_calls(patch, place, function, calls, OUT_OF_MEMORY, after=function == "backward")
-            agents, _ = train(script, folder=folder, **flags)
-        assert [agent.faults.num_parts for agent in agents] == [2 if calls else 1]
-
-    line = f"out of memory in an update: from now on half of {SIZE_FLAGS[script]} at once"
-    assert capsys.readouterr().out.count(line) == 1
-    assert len(updates["whole"]) == len(updates["halves"]) == 2
-    assert any(x.abs().max() > 1e-3 for x in updates["whole"][1])
-    for whole, halves in zip(updates["whole"], updates["halves"]):
-        torch.testing.assert_close(halves, whole, atol=1e-5, rtol=1e-5)
+    `passes` are the functions that make a step's passes, with gradients.
+    """
+    module = SCRIPTS[script]
+    calls = [break_calls(patch, module, name, [], "") for name in passes]
+    seen = watch_gradients(patch, module)
+    metrics = []
+    for size, num_parts in ((None, 1), (1, 8), (3, 3), (5, 2)):
+        setattr(args, LEARN_FLAGS[script], size)
+        before = [len(each) for each in calls]
+        metrics.append({name: float(x) for name, x in module.learn(agent, rollout, args, seeded()).items()})
+        assert [len(each) - number for each, number in zip(calls, before)] == [num_parts] * len(passes)
+    whole, *others = [torch.cat([x.flatten() for x in step]) for step in seen]
+    for parts in others:
+        torch.testing.assert_close(parts, whole, atol=1e-6 * float(whole.norm()), rtol=0)
+    for each in metrics[1:]:
+        assert each == pytest.approx(metrics[0], abs=1e-5, rel=1e-5)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("function", ["ppo_loss", "value_loss"])
-@pytest.mark.parametrize("kind, granularity", [("game", "turn"), ("game", "token"), ("task", "token")])
-def test_two_losses_in_halves_have_the_gradient_and_the_metrics_of_the_whole(
-    loaded_model, tokenizer, monkeypatch, kind, granularity, function, after
-):
-    """That of the actor, of the critic and of the value head, wherever memory runs out; before or after its forward."""
-    task = {"task": "number"} if kind == "task" else {}
-    args = ppo_llm.resolve_args(make_ppo_args(action_granularity=granularity, ent_coef=0.01, **task))
-    (agent,) = make_ppo_agents(loaded_model, tokenizer, args)
-    rollout = make_ppo_rollout(*make_episodes(kind), agent, args)  # of a task they are fewer than --batch-size
-    rollout.logprobs += 0.1 * torch.randn(rollout.logprobs.shape)  # so that the ratios are not 1
-    batch = make_ppo_batch(agent, rollout, args)
-
-    policy_loss, metrics = ppo_llm.ppo_loss(agent, batch, args)
-    policy_loss.backward()
-    value_loss, value_metrics = ppo_llm.value_loss(agent, batch, args)
-    value_loss.backward()
-    expected = gradients(agent)
-    groups = agent.optimizers[0].param_groups
-    assert all(any(p.grad.abs().max() > 1e-3 for p in group["params"]) for group in groups)
-    agent.optimizers[0].zero_grad()
-
-    calls = break_calls(monkeypatch, ppo_llm, function, [1], OUT_OF_MEMORY, after)
-    sums = agent.faults.backward(agent, batch, args, ppo_llm.ppo_loss, ppo_llm.value_loss)
-    assert len(calls) == 1 + 2
-    torch.testing.assert_close(gradients(agent), expected, atol=1e-5, rtol=1e-4)
-    assert {name: x.item() for name, x in sums.items()} == pytest.approx(
-        {name: x.item() for name, x in (metrics | value_metrics).items()}, abs=1e-5
+@pytest.mark.parametrize("case", TEAM_CASES)
+def test_the_gradients_of_micro_batches_add_up(model, tokenizer, monkeypatch, case):
+    script, granularity, critic = TEAM_CASES[case]
+    module = SCRIPTS[script]
+    flags = {"mini_batch_size": 8, "max_new_tokens": 8, "num_turns": 2, "entropy_coef": 0.1, "num_agents": 1} | FROZEN
+    args = make_args(script=module, action_granularity=granularity, **flags)
+    agent = make_agent(args, model, tokenizer, critic, script=module)
+    task = SimpleNamespace(
+        formatters=lambda item: "Guess it. " * item["k"],
+        reward_func=lambda texts, items, turn: [item["k"] - 3.0 * turn for item in items],
+        external_transition=lambda item: ["Again."] if item["k"] % 3 else None,
     )
+    (rollout,) = module.play([agent], task, [{"k": k} for k in range(1, 9)], args, seeded())
+    assert rollout.played.sum(1).tolist() == [2, 2, 1, 2, 2, 1, 2, 2]
+    rollout.logprobs += 0.1 * torch.randn(rollout.logprobs.shape, generator=seeded()) * rollout.response_mask
+    assert_parts_add_up(monkeypatch, script, agent, rollout, args, [LOSSES[script]])
 
 
-# --- Halves from then on ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("case", PPO_CASES)
+def test_the_gradients_of_micro_batches_of_transcripts_add_up(loaded_model, tokenizer, monkeypatch, case):
+    args = ppo_llm.resolve_args(make_ppo_args(**({"ent_coef": 0.01, "lr_actor": 0.0} | PPO_CASES[case])))
+    (agent,) = make_ppo_agents(loaded_model, tokenizer, args)
+    episodes = make_episodes("game")
+    episodes[6] = ppo_llm.Transcript(prompt_ids=[0])  # one that was dropped
+    rollout = make_ppo_rollout(episodes, agent, args)
+    noise = 0.1 * torch.randn(rollout.logprobs.shape, generator=seeded())  # so that the ratios are not 1
+    rollout.logprobs = rollout.logprobs + noise * rollout.response_mask
+    assert_parts_add_up(monkeypatch, "ppo", agent, rollout, args, ["ppo_loss", "value_loss"])
+    groups = agent.optimizers[0].param_groups
+    assert [group["lr"] for group in groups] == [0.0, 0.0]
+
+
+# --- Memory that runs out ---------------------------------------------------------------------------------------------
+
+
+def exhaust(patch, script, phase, calls):
+    """Let memory run out in some calls of a script's first loss, or of its sampler."""
+    function = LOSSES[script] if phase == "learn" else "sample_tokens"
+    return break_calls(patch, SCRIPTS[script], function, calls, OUT_OF_MEMORY)
+
+
+def option(script, phase, size):
+    """The flag that takes less memory in a phase."""
+    name = LEARN_FLAGS[script] if phase == "learn" else SAMPLE_FLAGS[script]
+    return f"--{name.replace('_', '-')} {size}"
+
+
+def go_on(error):
+    """Agents and Run of the command in an error's line."""
+    script, flags = re.search(r"go on with: python (\w+)_llm\.py (.*)$", str(error.value)).groups()
+    args = parse(SCRIPTS[script].Args, flags.split(), script=f"{script}_llm")
+    return SCRIPTS[script].main(args, make_task(reward_length), *small_model())
+
+
+PHASES = pytest.mark.parametrize("phase", ["sample", "learn"])
 
 
 @in_tmp_path
 @every_script
-def test_after_memory_ran_out_every_step_is_in_halves(monkeypatch, script):
-    calls = exhaust(monkeypatch, script, [2])
-    agents, run = train(script, num_agents=1)
-    assert [agent.faults.num_parts for agent in agents] == [2]
-    assert run.step == 3
-    assert len(calls) == 1 + (1 + 2) + 2
-
-
-@in_tmp_path
-@every_script
-def test_memory_that_runs_out_again_ends_the_run_with_the_flag_to_lower(monkeypatch, script):
-    exhaust(monkeypatch, script, range(3, 99))  # two agents: from the second update on
-    with pytest.raises(UserError, match=f"out of memory.*lower {SIZE_FLAGS[script]}$") as error:
-        train(script)
+@PHASES
+def test_memory_that_runs_out_ends_the_run_with_the_flag_that_takes_less(monkeypatch, script, phase):
+    """One agent, in the second of three updates; the command of the line goes on from the first."""
+    with monkeypatch.context() as patch:
+        exhaust(patch, script, phase, [2])
+        with pytest.raises(UserError) as error:
+            train(script, num_agents=1)
     assert_one_line(error, 2)
+    less = option(script, phase, 2)
+    command = f"python {script}_llm.py --resume run {less}"
+    assert str(error.value) == f"out of memory in the phase {phase}: {less} takes less; go on with: {command}"
     assert saved_state("run")["step"] == 1
 
+    _, resumed = go_on(error)
+    assert (resumed.step, getattr(resumed.args, less.split()[0][2:].replace("-", "_"))) == (3, 2)
+    if phase == "learn":
+        _, through = train(script, num_agents=1, folder="through")
+        for row, expected in zip(resumed.rows[:2], through.rows):
+            for name in ("reward_mean", "agent_0/policy_loss", "agent_0/value_loss", "agent_0/grad_norm"):
+                assert row[name] == pytest.approx(expected[name], abs=1e-5)
+
 
 @in_tmp_path
 @every_script
-def test_memory_that_runs_out_in_two_updates_ends_the_run_with_the_flag_to_lower(monkeypatch, script):
-    exhaust(monkeypatch, script, [2, 5])
-    with pytest.raises(UserError, match=f"out of memory.*lower {SIZE_FLAGS[script]}$") as error:
-        train(script, num_agents=1)
-    assert_one_line(error, 2)
+def test_memory_that_runs_out_after_some_agents_have_learned_leaves_what_they_learned(monkeypatch, script):
+    """Of two agents the second fails in the second update, which the run begins anew."""
+    with monkeypatch.context() as patch:
+        exhaust(patch, script, "learn", [4])
+        with pytest.raises(UserError, match="^out of memory in the phase learn: ") as error:
+            train(script)
     state = saved_state("run")
-    assert state["step"] == 2
-    assert state["agents"][0]["parts"] == 2
+    assert (state["step"], state["learning"]) == (1, True)
+    assert go_on(error)[1].step == 3
 
 
 @in_tmp_path
 @every_script
-def test_a_resumed_run_stays_in_halves(monkeypatch, script):
+@PHASES
+def test_where_nothing_is_saved_yet_the_line_names_the_flag_alone(monkeypatch, script, phase):
     with monkeypatch.context() as patch:
-        exhaust(patch, script, [1])
-        train(script, folder="through")
-    with monkeypatch.context() as patch:
-        exhaust(patch, script, [1])
-        with pytest.raises(TaskError):
-            train(script, Faulty(return_none, 3))
-    assert [agent["parts"] for agent in saved_state("run")["agents"]] == [2, 1]
-    agents, _ = train(script, resume="run")
-    assert [agent.faults.num_parts for agent in agents] == [2, 1]
-    assert_same_run("run", "through")
+        exhaust(patch, script, phase, [1])
+        with pytest.raises(UserError) as error:
+            train(script)
+    assert_one_line(error, 2)
+    less = option(script, phase, 2)
+    assert str(error.value) == f"out of memory in the phase {phase}: {less} takes less"
+    assert [*Path("run/checkpoints").iterdir()] == []
+    name, size = less.split()
+    _, begun = train(script, overwrite=True, **{name[2:].replace("-", "_"): int(size)})
+    assert begun.step == 3
+
+
+@in_tmp_path
+@every_script
+def test_half_of_what_the_flag_was_takes_less_until_it_is_one(monkeypatch, script):
+    exhaust(monkeypatch, script, "learn", range(99))
+    for size, what in ((3, f": {option(script, 'learn', 1)} takes less"), (1, f", with {option(script, 'learn', 1)}")):
+        with pytest.raises(UserError, match=f"^out of memory in the phase learn{what}$"):
+            train(script, overwrite=True, **{LEARN_FLAGS[script]: size})
+
+
+@in_tmp_path
+def test_an_evaluation_takes_less_by_the_flag_of_sampling(monkeypatch):
+    exhaust(monkeypatch, "ippo", "sample", [2])
+    flags = {"num_agents": 1, "eval_interval": 1, "eval_size": 2}
+    with pytest.raises(UserError, match="^out of memory in the phase evaluate: --per-device-train-batch-size 2 takes"):
+        train("ippo", **flags)
+
+
+def test_errors_that_are_of_memory():
+    for error in (torch.OutOfMemoryError("CUDA"), RuntimeError("CUDA out of memory."), RuntimeError(OUT_OF_MEMORY)):
+        assert is_out_of_memory(error)
+    for error in (RuntimeError("shapes differ"), ValueError("out of memory"), None):
+        assert not is_out_of_memory(error)
 
 
 # --- Other errors -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import ippo_llm
 import ppo_llm
 import utils.run
 from benchmark import architectures
+from utils import models
 from utils.cli import UserError, parse
 
 SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), ppo_llm])
@@ -33,7 +34,7 @@ def test_models_have_the_settings(script, tmp_path):
         args = ppo_llm.resolve_args(args)
         model = ppo_llm.build_agents(args, "cpu", updates=1)[0].model.get_base_model()
     else:
-        script.check_models(args)
+        models.check_models("model", "model_config", args)
         model = script.build_agents(args, "cpu", updates=1)[0].actor
     assert model.config.rope_parameters == ROPE
 

@@ -37,7 +37,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(monkeypatc
 @every_script
 def test_three_gradients_running_that_are_not_finite_end_the_run(monkeypatch, script):
     spoil_losses(monkeypatch, script, [2, 4, 5, 6])  # three running, and one before
-    with pytest.raises(UserError, match="^three gradients running were not finite: lower --") as error:
+    with pytest.raises(UserError, match="^three gradients in a row were not finite: lower --") as error:
         train(script, num_agents=1, train_size=32)
     assert_one_line(error, 2)
     assert saved_state("run")["step"] == 5
@@ -50,7 +50,7 @@ def test_a_run_that_is_resumed_with_such_gradients_ends_again(monkeypatch, scrip
     for first_call, resume in ((2, {}), (1, {"resume": "run"})):
         with monkeypatch.context() as patch:
             spoil_losses(patch, script, range(first_call, 99))
-            with pytest.raises(UserError, match="^three gradients running were not finite: lower --"):
+            with pytest.raises(UserError, match="^three gradients in a row were not finite: lower --"):
                 train(script, **flags, **resume)
 
 

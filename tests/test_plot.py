@@ -23,7 +23,7 @@ def make_run(folder, seed, level=1.0, updates=UPDATES, task="tldr", header=None,
     args = {"seed": seed, "task": task, "output_dir": str(folder), "gamma": 1.0} | flags
     config = {"command": ["ippo_llm.py"], "args": args}
     (folder / "config.json").write_text(json.dumps(config))
-    lines = [header or "global_step,reward_mean,reference_logprob,time/sample,time/update,eval/reward_mean"]
+    lines = [header or "global_step,reward_mean,reference_logprob,time/sample,time/learn,eval/reward_mean"]
     for k in range(1, updates + 1):
         reward = level * k / UPDATES + 0.01 * ((7 * k + 3 * seed) % 5)
         lines.append(f"{8 * k},{reward:.9g},{-0.1 * seed - k:.9g},1,1,{reward + 1 if k % 10 == 0 else ''}")
@@ -112,6 +112,12 @@ def test_the_numbers_of_the_table(runs, tmp_path):
     first, best = (rows[0]["first_reward"] + rows[1]["first_reward"]) / 2, rows[0]["reward"]
     assert rows[0]["threshold"] == rows[1]["threshold"] == pytest.approx(first + 0.9 * (best - first))
     assert (rows[0]["seeds_to_threshold"], rows[1]["seeds_to_threshold"], rows[3]["seeds_to_threshold"]) == (3, 0, 1)
+
+
+@pytest.mark.parametrize("phases", ["time/sample,time/learn", "time/evaluate,time/update"], ids=["now", "before"])
+def test_time_is_that_of_all_phases_of_this_version_and_of_earlier_ones(tmp_path, phases):
+    folder = make_run(tmp_path / "run", 1, header=f"global_step,reward_mean,reference_logprob,{phases},fitness")
+    assert plot.read(folder)[1].seconds.tolist() == [2 * k for k in range(1, UPDATES + 1)]
 
 
 def test_it_writes_the_same_bytes_every_time(runs, tmp_path, monkeypatch, capsys):
@@ -253,7 +259,7 @@ BAD_RUNS = {
     "bytes": (lambda run: (run / "metrics.csv").write_bytes(b"\xff\n\xff\n"), "is no run that can be read: Unicode"),
     "columns": (lambda run: (run / "metrics.csv").write_text("a\n1\n"), "can be read: KeyError: 'global_step'"),
     "NaN": (
-        lambda run: (run / "metrics.csv").write_text("global_step,reward_mean,time/update\n8,nan,1\n"),
+        lambda run: (run / "metrics.csv").write_text("global_step,reward_mean,time/learn\n8,nan,1\n"),
         "x/3/metrics.csv has an update without its joint samples, reward or seconds",
     ),
 }

@@ -65,15 +65,15 @@ def watch_run(monkeypatch, tmp_path, flags):
         watched.log_ratios.append({})
         return play(*arguments)
 
-    def loss_of(agent, minibatch, args):
-        def take(log_pi, rollout):
-            logprobs = take_logprobs(log_pi, rollout)
-            log_ratio = (logprobs - rollout.logprobs) * rollout.mask
+    def loss_of(agent, part, args):
+        def take(log_pi, tokens):
+            logprobs = take_logprobs(log_pi, tokens)
+            log_ratio = (logprobs - part.logprobs) * part.response_mask
             watched.log_ratios[-1].setdefault(agent.actor, []).append(log_ratio.abs().max().item())
             return logprobs
 
         monkeypatch.setattr(ppo_llm, "take_logprobs", take)
-        loss = ppo_loss(agent, minibatch, args)
+        loss = ppo_loss(agent, part, args)
         monkeypatch.setattr(ppo_llm, "take_logprobs", take_logprobs)
         return loss
 
@@ -105,7 +105,7 @@ def test_the_first_ratio_is_one(train, case):
 
 @pytest.mark.parametrize("case", EXACT)
 def test_no_pass_computes_the_samplers_logprobs_again(train, case):
-    assert functions_of(train(**EXACT[case]), "agent_0_actor") == {"sample", "ppo_loss"}
+    assert functions_of(train(**EXACT[case]), "agent_0_actor") == {"respond", "ppo_loss"}
 
 
 @KIND
@@ -129,7 +129,7 @@ def test_the_first_ratio_is_one_but_for_rounding_to_a_coarse_sampler(train, case
 @pytest.mark.parametrize("case", FILTERED | ROUNDED)
 def test_a_pass_of_its_own_computes_what_the_sampler_did_not(train, case):
     watched = train(**(FILTERED | ROUNDED)[case])
-    assert functions_of(watched, "agent_0_actor") == {"sample", "compute_logprobs", "ppo_loss"}
+    assert functions_of(watched, "agent_0_actor") == {"respond", "compute_logprobs", "ppo_loss"}
 
 
 # --- The reference ----------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_with_a_penalty_the_reference_is_read_once(train, kind):
 @KIND
 def test_without_a_penalty_the_reference_is_not_read(train, kind):
     watched = train(**KINDS[kind], beta=0.0)
-    assert {each.function for each in watched.passes} == {"sample", "compute_values", "ppo_loss", "value_loss"}
+    assert {each.function for each in watched.passes} == {"respond", "compute_values", "ppo_loss", "value_loss"}
     assert not functions_of(watched, "agent_0_reference")
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import (
     actions_of,
+    all_parameters,
     gradients,
     make_episodes,
     make_ppo_agents,
@@ -38,7 +39,7 @@ RATIOS = pytest.mark.parametrize(
 
 @pytest.fixture
 def make(loaded_model, tokenizer):
-    """A function of a kind of episodes and flags: (agent, args, episodes, rewards, mini-batch).
+    """A function of a kind of episodes and flags: (agent, args, episodes, mini-batch).
 
     The mini-batch is as if the policies and the critic had made some steps since the rollout.
     """
@@ -48,15 +49,30 @@ def make(loaded_model, tokenizer):
         task = "number" if kind == "task" else None
         args = ppo_llm.resolve_args(make_ppo_args(task=task, **(coefficients | flags)))
         (agent,) = make_ppo_agents(loaded_model, tokenizer, args)
-        episodes, rewards = make_episodes(kind)
-        rollout = make_ppo_rollout(episodes, rewards, agent, args)
-        batch = make_ppo_batch(agent, rollout, args)
+        episodes = make_episodes(kind)
+        batch = make_ppo_batch(agent, make_ppo_rollout(episodes, agent, args), args)
         generator = seeded(5)
-        noise = 0.2 * torch.randn(2, *rollout.mask.shape, generator=generator)
-        rollout.logprobs += noise[0] * rollout.mask
-        rollout.reference_logprobs += noise[1] * rollout.mask
+        noise = 0.2 * torch.randn(2, *batch.logprobs.shape, generator=generator)
+        batch.logprobs += noise[0]
+        if batch.reference_logprobs is not None:
+            batch.reference_logprobs += noise[1]
         batch.old_values += torch.randn(batch.old_values.shape, generator=generator) * batch.action_mask
-        return agent, args, episodes, rewards, batch
+        return agent, args, episodes, batch
+
+    return build
+
+
+@pytest.fixture
+def make_learner(loaded_model, tokenizer):
+    """A function of a kind of episodes and flags: what the optimiser holds after an update from them, and metrics."""
+
+    def build(kind, **flags):
+        task = "number" if kind == "task" else None
+        args = ppo_llm.resolve_args(make_ppo_args(task=task, batch_size=4, lr_actor=1e-3, **flags))
+        (agent,) = make_ppo_agents(loaded_model, tokenizer, args)
+        rollout = make_ppo_rollout(make_episodes(kind), agent, args)
+        metrics = ppo_llm.learn(agent, rollout, args, seeded())
+        return [parameter.detach() for parameter in all_parameters(agent)], metrics
 
     return build
 
@@ -72,34 +88,32 @@ def policy(agent, transcript):
 
 def exact_ppo_loss(agent, episodes, batch, args):
     """The actor's loss and its metrics."""
-    rollout = batch.rollout
     surrogate = k3 = approx_kl = entropy = 0.0
     num_clipped = num_tokens = num_ratios = 0
-    for b, episode in enumerate(episodes):
-        for r, transcript in enumerate(episode):
-            logprobs, entropies = policy(agent, transcript)
-            for turn, columns in turns_of(transcript).items():
-                ratios = []
-                for column in columns:
-                    log_ratio = logprobs[column] - rollout.logprobs[b, r, column].double()
-                    ratios.append(log_ratio.exp())
-                    approx_kl = approx_kl + log_ratio.exp() - 1 - log_ratio
-                    d = rollout.reference_logprobs[b, r, column].double() - logprobs[column]
-                    k3 = k3 + d.exp() - d - 1
-                    entropy = entropy + entropies[column]
-                    num_tokens += 1
-                if args.action_granularity == "turn":
-                    advantages = [batch.advantages[b, turn, 0].double()] * len(columns)
-                else:
-                    advantages = [batch.advantages[b, r, column].double() for column in columns]
-                if args.turn_level_clip:
-                    ratios = [math.prod(ratios)]
-                    advantages = advantages[:1]
-                for ratio, advantage in zip(ratios, advantages):
-                    clipped = min(max(ratio, 1 - EPS), 1 + EPS)
-                    surrogate = surrogate + min(advantage * ratio, advantage * clipped)
-                    num_clipped += abs(ratio.item() - 1) > EPS
-                    num_ratios += 1
+    for b, transcript in enumerate(episodes):
+        logprobs, entropies = policy(agent, transcript)
+        for turn, columns in turns_of(transcript).items():
+            ratios = []
+            for column in columns:
+                log_ratio = logprobs[column] - batch.logprobs[b, column].double()
+                ratios.append(log_ratio.exp())
+                approx_kl = approx_kl + log_ratio.exp() - 1 - log_ratio
+                d = batch.reference_logprobs[b, column].double() - logprobs[column]
+                k3 = k3 + d.exp() - d - 1
+                entropy = entropy + entropies[column]
+                num_tokens += 1
+            if args.action_granularity == "turn":
+                advantages = [batch.advantages[b, turn].double()] * len(columns)
+            else:
+                advantages = [batch.advantages[b, column].double() for column in columns]
+            if args.turn_level_clip:
+                ratios = [math.prod(ratios)]
+                advantages = advantages[:1]
+            for ratio, advantage in zip(ratios, advantages):
+                clipped = min(max(ratio, 1 - EPS), 1 + EPS)
+                surrogate = surrogate + min(advantage * ratio, advantage * clipped)
+                num_clipped += abs(ratio.item() - 1) > EPS
+                num_ratios += 1
     metrics = {
         "policy_loss": -surrogate / num_ratios,
         "k3": k3 / num_tokens,
@@ -111,13 +125,12 @@ def exact_ppo_loss(agent, episodes, batch, args):
     return loss, metrics
 
 
-def exact_value_loss(agent, episodes, rewards, batch, args):
+def exact_value_loss(agent, episodes, batch, args):
     """The critic's loss without its weight, and the share of values that are clipped."""
     total = 0.0
     num_clipped = num_actions = 0
-    for b, episode in enumerate(episodes):
-        values = [values_of(agent, transcript) for transcript in episode]
-        for action in actions_of(episode, rewards[b], values, args):
+    for b, transcript in enumerate(episodes):
+        for action in actions_of(transcript, values_of(agent, transcript), args):
             old_value = batch.old_values[action.index(b, args)].double()
             target = batch.returns[action.index(b, args)].double()
             near = min(max(action.value, old_value - EPS), old_value + EPS)
@@ -146,7 +159,7 @@ def assert_same_gradients(ours, theirs):
 @KIND
 @RATIOS
 def test_the_actors_loss_equals_a_loop(make, kind, granularity, turn_level_clip):
-    agent, args, episodes, _, batch = make(kind, action_granularity=granularity, turn_level_clip=turn_level_clip)
+    agent, args, episodes, batch = make(kind, action_granularity=granularity, turn_level_clip=turn_level_clip)
     with torch.no_grad():
         loss, metrics = ppo_llm.ppo_loss(agent, batch, args)
         exact_loss, exact_metrics = exact_ppo_loss(agent, episodes, batch, args)
@@ -159,13 +172,13 @@ def test_the_actors_loss_equals_a_loop(make, kind, granularity, turn_level_clip)
 @KIND
 @RATIOS
 def test_the_gradient_of_the_actors_loss_equals_a_loops(make, kind, granularity, turn_level_clip):
-    agent, args, episodes, _, batch = make(kind, action_granularity=granularity, turn_level_clip=turn_level_clip)
+    agent, args, episodes, batch = make(kind, action_granularity=granularity, turn_level_clip=turn_level_clip)
     ours = gradient_of(agent, ppo_llm.ppo_loss(agent, batch, args)[0])
     assert_same_gradients(ours, gradient_of(agent, exact_ppo_loss(agent, episodes, batch, args)[0]))
 
 
 def test_without_its_weight_the_entropy_is_a_metric_only(make):
-    agent, args, episodes, _, batch = make("game", ent_coef=0.0)
+    agent, args, episodes, batch = make("game", ent_coef=0.0)
     loss, metrics = ppo_llm.ppo_loss(agent, batch, args)
     exact_loss, exact_metrics = exact_ppo_loss(agent, episodes, batch, args)
     assert not metrics["entropy"].requires_grad
@@ -174,14 +187,14 @@ def test_without_its_weight_the_entropy_is_a_metric_only(make):
 
 
 def test_without_a_penalty_the_reference_is_not_read(make):
-    agent, args, _, _, batch = make("game", beta=0.0)
-    batch.rollout.reference_logprobs.fill_(torch.nan)
+    agent, args, _, batch = make("game", beta=0.0)
+    assert batch.reference_logprobs is None
     loss, metrics = ppo_llm.ppo_loss(agent, batch, args)
     assert loss.isfinite() and metrics["k3"] == 0
 
 
 def test_the_gradient_of_the_actors_loss_is_the_actors_alone(make):
-    agent, args, _, _, batch = make("game")
+    agent, args, _, batch = make("game")
     gradient_of(agent, ppo_llm.ppo_loss(agent, batch, args)[0])
     with_gradient = {name.split(".")[-2] for name, p in agent.model.named_parameters() if p.grad is not None}
     assert with_gradient == {agent.actor}
@@ -195,10 +208,10 @@ def test_the_gradient_of_the_actors_loss_is_the_actors_alone(make):
 @ACTIONS
 def test_the_critics_loss_equals_a_loop(make, kind, granularity, reduction):
     flags = {"action_granularity": granularity, "turn_value_reduction": reduction}
-    agent, args, episodes, rewards, batch = make(kind, **flags)
+    agent, args, episodes, batch = make(kind, **flags)
     with torch.no_grad():
         loss, metrics = ppo_llm.value_loss(agent, batch, args)
-        exact_loss, share_clipped = exact_value_loss(agent, episodes, rewards, batch, args)
+        exact_loss, share_clipped = exact_value_loss(agent, episodes, batch, args)
     assert 0 < share_clipped < 1
     assert metrics["value_loss"].item() == pytest.approx(exact_loss.item(), abs=1e-5)
     assert loss.item() == pytest.approx(VF_COEF * exact_loss.item(), abs=1e-5)
@@ -208,14 +221,14 @@ def test_the_critics_loss_equals_a_loop(make, kind, granularity, reduction):
 @ACTIONS
 def test_the_gradient_of_the_critics_loss_equals_a_loops(make, kind, granularity, reduction):
     flags = {"action_granularity": granularity, "turn_value_reduction": reduction}
-    agent, args, episodes, rewards, batch = make(kind, **flags)
+    agent, args, episodes, batch = make(kind, **flags)
     ours = gradient_of(agent, ppo_llm.value_loss(agent, batch, args)[0])
-    exact_loss, _ = exact_value_loss(agent, episodes, rewards, batch, args)
+    exact_loss, _ = exact_value_loss(agent, episodes, batch, args)
     assert_same_gradients(ours, gradient_of(agent, VF_COEF * exact_loss))
 
 
 def test_the_gradient_of_the_critics_loss_is_the_critics_alone(make):
-    agent, args, _, _, batch = make("game")
+    agent, args, _, batch = make("game")
     gradient_of(agent, ppo_llm.value_loss(agent, batch, args)[0])
     with_gradient = {name.split(".")[-2] for name, p in agent.model.named_parameters() if p.grad is not None}
     assert with_gradient == {agent.critic}
@@ -225,32 +238,52 @@ def test_the_gradient_of_the_critics_loss_is_the_critics_alone(make):
 # --- Micro-batches ----------------------------------------------------------------------------------------------------
 
 
+def backward(agent, batch, args):
+    """The metrics of the batch, a micro-batch at a time, whose gradients add up: {name: sum}."""
+    sums = {}
+    for part in batch.split(ppo_llm.forward_size(args)):
+        for loss_of in (ppo_llm.ppo_loss, ppo_llm.value_loss):
+            loss, metrics = loss_of(agent, part, args)
+            loss.backward()
+            for name, x in metrics.items():
+                sums[name] = sums.get(name, 0.0) + x
+    return sums
+
+
 @KIND
-@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("flags", [{}, {"action_granularity": "token"}, {"turn_level_clip": True}], ids=str)
-def test_micro_batches_add_up_to_the_gradient_of_their_mini_batch(make, kind, num_parts, flags):
-    agent, args, _, _, batch = make(kind, **flags)
-    agent.faults.backward(agent, batch, args, ppo_llm.ppo_loss, ppo_llm.value_loss)
+def test_micro_batches_add_up_to_the_gradient_of_their_mini_batch(make, kind, size, flags):
+    agent, args, _, batch = make(kind, **flags)
+    backward(agent, batch, args)
     whole = gradients(agent)
     agent.optimizers[0].zero_grad()
-    batch.part_size = 3
-    agent.faults.num_parts = num_parts
-    agent.faults.backward(agent, batch, args, ppo_llm.ppo_loss, ppo_llm.value_loss)
+    args.micro_batch_size_per_gpu = size
+    backward(agent, batch, args)
     assert_same_gradients(gradients(agent), whole)
 
 
 @KIND
 def test_metrics_of_micro_batches_add_up(make, kind):
-    agent, args, _, _, batch = make(kind)
-    whole = agent.faults.backward(agent, batch, args, ppo_llm.ppo_loss, ppo_llm.value_loss)
-    batch.part_size = 3
-    in_parts = agent.faults.backward(agent, batch, args, ppo_llm.ppo_loss, ppo_llm.value_loss)
+    agent, args, _, batch = make(kind)
+    whole = backward(agent, batch, args)
+    args.micro_batch_size_per_gpu = 3
+    in_parts = backward(agent, batch, args)
     for name, value in whole.items():
         torch.testing.assert_close(in_parts[name], value, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_micro_batches_have_no_more_episodes_than_planned(make):
-    _, _, _, _, batch = make("game")
-    batch.part_size = 3
-    assert [len(part.action_mask) for part in batch.split(1)] == [3, 3, 2]
-    assert [len(part.action_mask) for part in batch.split(2)] == [2, 2, 2, 2]
+@KIND
+def test_an_update_in_micro_batches_is_that_of_whole_mini_batches(make_learner, kind):
+    whole, whole_metrics = make_learner(kind)
+    in_parts, metrics = make_learner(kind, micro_batch_size_per_gpu=1)
+    for x, y in zip(in_parts, whole, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)  # of steps of 1e-3
+    for name in whole_metrics:
+        torch.testing.assert_close(metrics[name], whole_metrics[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_micro_batches_have_no_more_episodes_than_the_flag_says(make):
+    _, _, _, batch = make("game")
+    assert [len(part.action_mask) for part in batch.split(3)] == [3, 3, 2]
+    assert [len(part.action_mask) for part in batch.split(8)] == [8]

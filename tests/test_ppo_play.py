@@ -2,18 +2,19 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_ppo_agents, make_ppo_args, read_metrics, seeded
+from helpers import make_ppo_agents, make_ppo_args, read_metrics, seeded, values_of
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 
 import ppo_llm
+from utils import envs
 from utils.cli import TaskError, UserError
+from utils.prompts import render
 from utils.tasks import number
-
-NO_PHASE = {"generator": None, "phase": lambda name: None}
 
 
 @pytest.fixture
@@ -28,17 +29,41 @@ def make(loaded_model, tokenizer):
 
 
 def script_responses(monkeypatch, answers):
-    """Let agents answer with these ids, a list for each call of `sample`; returns the list of prompts they read."""
-    prompts_read = []
+    """Let agents answer with these ids, a list for each agent in each turn; returns the list of what they read."""
+    read = []
 
-    def sample(agent, prompts, args, generator):
-        prompts_read.append(copy.deepcopy(prompts))
-        response_ids = answers.pop(0)
-        logprobs = [[-0.1 * token for token in ids] for ids in response_ids]
-        return response_ids, logprobs, agent.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    def sample_tokens(agent, transcripts, args, generator, greedy):
+        read.append([transcript.ids for transcript in transcripts])
+        for transcript, ids in zip(transcripts, answers.pop(0), strict=True):
+            text = agent.tokenizer.decode(ids, skip_special_tokens=True)
+            transcript.add_response(ids, [-0.1 * token for token in ids], text)
 
-    monkeypatch.setattr(ppo_llm, "sample", sample)
-    return prompts_read
+    monkeypatch.setattr(ppo_llm, "sample_tokens", sample_tokens)
+    return read
+
+
+def with_template(tokenizer, template):
+    """A tokenizer whose chat template is its own, none or another's, and how that ends a message."""
+    tokenizer = copy.deepcopy(tokenizer)
+    end = "<|system|>" if template == "another end" else "<|end|>"
+    own = tokenizer.chat_template.replace("<|end|>", end)
+    tokenizer.chat_template = None if template == "none" else own
+    return tokenizer, end
+
+
+TEMPLATES = ["own", "none", "another end"]
+
+
+def prompt_of(rollout, b):
+    """The ids of the prompt in a row of a rollout."""
+    P = rollout.ids.shape[1] - rollout.turn_of_token.shape[1]
+    return rollout.ids[b, :P][rollout.attention_mask[b, :P] == 1].tolist()
+
+
+def rest_of(rollout, b, name="response_ids"):
+    """What stands after the prompt in a row of a rollout: its ids, their turns, or the like."""
+    L = rollout.turn_of_token.shape[1]
+    return getattr(rollout, name)[b][rollout.attention_mask[b, -L:] == 1].tolist()
 
 
 # --- In an environment ------------------------------------------------------------------------------------------------
@@ -64,12 +89,7 @@ class Match:
 
     def __init__(self, make, tokenizer, monkeypatch, template):
         self.template = template
-        self.end = "<|system|>" if template == "another end" else "<|end|>"
-        self.tokenizer = copy.deepcopy(tokenizer)
-        if template == "none":
-            self.tokenizer.chat_template = None
-        else:
-            self.tokenizer.chat_template = self.tokenizer.chat_template.replace("<|end|>", self.end)
+        self.tokenizer, self.end = with_template(tokenizer, template)
         END = self.tokenizer.convert_tokens_to_ids(self.end)
         first = [[510, END], [50, 51, 52, 53, 54], [60, END], [70, 71, END], [80, END], [85, END]]
         second = [[55, 56, 57, 58, 59], [86, 87, 88, 89, END]]
@@ -78,7 +98,7 @@ class Match:
         answers = [first, second, third]
         self.prompts_read = script_responses(monkeypatch, answers)
         items = [{"seed": k} for k in range(6)]
-        self.rollout = ppo_llm.play_environment(agents[0], Games, items, args, **NO_PHASE)
+        (self.rollout,) = ppo_llm.play(agents, Games, items, args, None)
         assert answers == []
         cut = self.observed("again", self.end)  # the end that was not sampled is no action
         self.pieces = [  # of each game: ids and the turn in which they were sampled, or -1
@@ -102,7 +122,7 @@ class Match:
         return (self.ids(f"{text}\n\n"), -1) if self.template == "none" else self.observed(text)
 
 
-@pytest.fixture(params=["own", "none", "another end"])
+@pytest.fixture(params=TEMPLATES)
 def match(request, make, tokenizer, monkeypatch):
     return Match(make, tokenizer, monkeypatch, request.param)
 
@@ -110,21 +130,19 @@ def match(request, make, tokenizer, monkeypatch):
 def test_a_transcript_is_prompt_response_observation_response(match):
     rollout = match.rollout
     for b, (prompt, *rest) in enumerate(match.pieces):
-        assert rollout.prompt_ids[b, 0][rollout.prompt_mask[b, 0] == 1].tolist() == prompt[0]
-        response_ids = rollout.response_ids[b, 0][rollout.response_mask[b, 0] == 1].tolist()
-        assert response_ids == [token for ids, _ in rest for token in ids]
+        assert prompt_of(rollout, b) == prompt[0]
+        assert rest_of(rollout, b) == [token for ids, _ in rest for token in ids]
 
 
 def test_only_what_was_sampled_has_a_turn(match):
     rollout = match.rollout
     for b, (_, *rest) in enumerate(match.pieces):
-        turns = rollout.turn_of_token[b, 0][rollout.response_mask[b, 0] == 1].tolist()
-        assert turns == [turn for ids, turn in rest for _ in ids]
+        assert rest_of(rollout, b, "turn_of_token") == [turn for ids, turn in rest for _ in ids]
 
 
 def test_only_what_was_sampled_has_a_logprob(match):
     rollout = match.rollout
-    expected = -0.1 * rollout.response_ids * rollout.mask
+    expected = -0.1 * rollout.response_ids * rollout.response_mask
     torch.testing.assert_close(rollout.logprobs, expected)
 
 
@@ -156,7 +174,7 @@ def test_the_horizon_is_no_truncation(match):
 def test_rewards_are_those_of_the_turns_played(match):
     expected = [[1, 0, 0], [1, 2, 3], [1, 0, 0], [1, 0, 0], [1, 0, 0], [1, 2, 0]]
     assert match.rollout.rewards.tolist() == expected
-    assert match.rollout.processed_rewards.tolist() == expected
+    assert match.rollout.raw_rewards.tolist() == expected
 
 
 def test_prompts_are_the_first_and_the_observations(match):
@@ -203,8 +221,8 @@ def test_the_other_games_are_learned_from(fragile):
 def test_a_game_that_is_dropped_is_named(make, tmp_path, capsys):
     (tmp_path / "fragile.py").write_text(FRAGILE)
     agents, args = make(env=str(tmp_path / "fragile.py"), max_model_len=60)
-    factory, _ = ppo_llm.load_env(args.env, 3)
-    ppo_llm.play_environment(agents[0], factory, [{"seed": 8}, {"seed": 9}, {"seed": 10}], args, **NO_PHASE)
+    factory, _ = envs.load_env(args.env, 3)
+    ppo_llm.play(agents, factory, [{"seed": 8}, {"seed": 9}, {"seed": 10}], args, seeded())
     output = capsys.readouterr().out
     assert "the episode of seed 8 is dropped: RuntimeError: no start (reset)" in output
     assert "the episode of seed 9 is dropped: KeyError: 'no step' (turn 2)" in output
@@ -214,7 +232,17 @@ def test_games_that_all_fail_end_the_run_in_a_line(make, monkeypatch):
     monkeypatch.setattr(Games, "close", lambda self: 1 / 0, raising=False)
     agents, args = make(max_model_len=40)
     with pytest.raises(TaskError, match="the environment failed in all 1 episodes, at first with ZeroDivisionError"):
-        ppo_llm.play_environment(agents[0], Games, [{"seed": 3}], args, **NO_PHASE)
+        ppo_llm.play(agents, Games, [{"seed": 3}], args, seeded())
+
+
+def test_a_game_that_is_dropped_has_no_turn(make, tmp_path):
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    agents, args = make(env=str(tmp_path / "fragile.py"))
+    factory, _ = envs.load_env(args.env, 3)
+    (rollout,) = ppo_llm.play(agents, factory, [{"seed": 8}, {"seed": 9}, {"seed": 10}], args, seeded())
+    assert rollout.played.tolist() == [[False] * 3, [False] * 3, [True] * 3]
+    assert not rollout.response_mask[:2].any() and not rollout.rewards[:2].any() and not rollout.truncated[:2].any()
+    assert rollout.responses[:2] == [[], []]
 
 
 # --- On a task --------------------------------------------------------------------------------------------------------
@@ -236,21 +264,26 @@ class Relay:
         return reward / 2
 
 
+RELAYED = [["1", "2", "3"], ["4", "5", "6"], ["2", "7"], ["8", "3"], ["9"], ["1"]]  # of agent 0, of 1, of 0 ...
+
+
 @pytest.fixture
-def relay(make, tokenizer, monkeypatch):
+def play_relay(make, tokenizer, monkeypatch):
+    """A function of responses and flags: the agents, the args and the two rollouts of the relay."""
+
+    def play(responses=RELAYED, **flags):
+        agents, args = make(task="number", num_agents=2, **flags)
+        digits = {str(n): tokenizer(str(n), add_special_tokens=False).input_ids for n in range(10)}
+        script_responses(monkeypatch, [[digits[text] for text in texts] for texts in responses])
+        return agents, args, ppo_llm.play(agents, Relay(), [{"k": 0}, {"k": 1}, {"k": 2}], args, None)
+
+    return play
+
+
+@pytest.fixture
+def relay(play_relay):
     """The two rollouts of the relay."""
-    agents, args = make(task="number", num_agents=2)
-    digits = {str(n): tokenizer(str(n), add_special_tokens=False).input_ids for n in range(10)}
-    responses = [
-        ["1", "2", "3"],
-        ["4", "5", "6"],
-        ["2", "7"],
-        ["8", "3"],
-        ["9"],
-        ["1"],
-    ]  # agent 0, agent 1, agent 0 ...
-    script_responses(monkeypatch, [[digits[text] for text in texts] for texts in responses])
-    return ppo_llm.play_task(agents, Relay(), [{"k": 0}, {"k": 1}, {"k": 2}], args, **NO_PHASE)
+    return play_relay()[2]
 
 
 def test_an_agent_of_a_team_has_its_own_responses(relay):
@@ -263,32 +296,149 @@ def test_each_turn_of_a_task_has_a_prompt_of_its_own(relay):
     assert relay[1].prompts == [["0b"], ["1b", "02"], ["2b", "03", "17"]]
 
 
-def test_an_episode_of_a_task_that_ended_early_has_empty_rows(relay):
+def test_an_episode_of_a_task_that_ended_early_has_no_later_turns(relay):
     for rollout in relay:
-        assert rollout.has_tokens.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
-        assert rollout.played.tolist() == rollout.has_tokens.tolist()
+        assert rollout.played.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+        assert not rollout.truncated.any()
 
 
-def test_a_token_of_a_task_has_its_turn(relay):
-    for rollout in relay:
-        for r in range(3):
-            assert set(rollout.turn_of_token[2, r].tolist()) - {-1} == {r}
+def test_an_episode_of_a_task_is_one_transcript(relay, tokenizer):
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    first, second = ids("<|end|><|user|>06<|end|><|assistant|>"), ids("<|end|><|user|>13<|end|><|assistant|>")
+    assert prompt_of(relay[0], 2) == ids("2a")
+    assert rest_of(relay[0], 2) == [*ids("3"), *first, *ids("7"), *second, *ids("9")]
+    holes = [-1] * len(first)
+    assert rest_of(relay[0], 2, "turn_of_token") == [0, *holes, 1, *holes, 2]
 
 
 def test_agents_have_their_own_rewards(relay):
-    assert relay[0].rewards.tolist() == [[0, 0, 0], [10, 11, 0], [20, 21, 22]]
-    assert relay[1].rewards.tolist() == [[0, 0, 0], [0, -1, 0], [0, -1, -2]]
+    assert relay[0].raw_rewards.tolist() == [[0, 0, 0], [10, 11, 0], [20, 21, 22]]
+    assert relay[1].raw_rewards.tolist() == [[0, 0, 0], [0, -1, 0], [0, -1, -2]]
 
 
 def test_what_is_learned_from_are_the_processed_rewards(relay):
     for rollout in relay:
-        assert torch.equal(rollout.processed_rewards, rollout.rewards / 2)
+        assert torch.equal(rollout.rewards, rollout.raw_rewards / 2)
 
 
 def test_an_episode_ends_after_a_reward_above_the_threshold(make):
     agents, args = make(task="number", early_termination_threshold=-1.0)
-    (rollout,) = ppo_llm.play(agents, number, list(number.train_dataset(4, 0)), args, seeded(), lambda name: None)
-    assert rollout.played.sum() == 4
+    (rollout,) = ppo_llm.play(agents, number, list(number.train_dataset(4, 0)), args, seeded())
+    assert rollout.played.sum() == 4 and not rollout.truncated.any()
+
+
+# --- A task without room ----------------------------------------------------------------------------------------------
+
+SHORT = [RELAYED[0], RELAYED[1], RELAYED[2], RELAYED[3]]  # the third turn is not played
+
+
+@pytest.mark.parametrize("room, observed", [(15, 0), (16, 6), (20, 6)])  # 10 tokens, then 6, then a response of 5
+def test_a_transcript_of_a_task_without_room_is_truncated(play_relay, room, observed):
+    _, _, rollouts = play_relay(SHORT, max_model_len=room)
+    for rollout in rollouts:
+        assert rollout.truncated.tolist() == [0, 0, 1]
+        assert rollout.played.sum(1).tolist() == [1, 2, 2]
+        assert rollout.attention_mask[2].sum() == 10 + observed
+
+
+def test_a_transcript_of_a_task_with_room_goes_on(play_relay):
+    _, _, rollouts = play_relay(max_model_len=21)
+    for rollout in rollouts:
+        assert not rollout.truncated.any() and rollout.played[2].all()
+
+
+def test_an_episode_ends_for_all_where_one_agent_has_no_room(make, tokenizer, monkeypatch):
+    agents, args = make(task="number", num_agents=2, max_model_len=40)
+    task = SimpleNamespace(
+        formatters=[lambda item: "7", lambda item: "7" * 30],
+        reward_func=lambda first, second: [1.0] * len(first),
+        external_transition=lambda turn: ["1", "2"],
+    )
+    digit = tokenizer("3", add_special_tokens=False).input_ids
+    script_responses(monkeypatch, [[digit], [digit]])
+    rollouts = ppo_llm.play(agents, task, [{}], args, None)
+    for rollout in rollouts:
+        assert rollout.truncated.tolist() == [1] and rollout.played.tolist() == [[True, False, False]]
+
+
+@pytest.mark.parametrize("room", [15, 20])
+def test_the_end_of_a_transcript_without_room_is_worth_its_value(play_relay, room):
+    agents, args, rollouts = play_relay(SHORT, max_model_len=room, gamma=0.9)
+    for agent, rollout in zip(agents, rollouts):
+        values = ppo_llm.compute_values(agent, rollout, args)
+        rewards = ppo_llm.bootstrap_rewards(rollout, values, args)
+        alone = ppo_llm.Transcript(prompt_ids=prompt_of(rollout, 2), response_ids=rest_of(rollout, 2))
+        end = values_of(agent, alone)[-1].item()
+        assert abs(end) > 1e-3
+        first, second, _ = rollout.rewards[2].tolist()
+        assert rewards[2].tolist() == pytest.approx([first, second + 0.9 * end, 0.0], abs=1e-5)
+        assert torch.equal(rewards[:2], rollout.rewards[:2])
+
+
+# --- A chat that goes on ----------------------------------------------------------------------------------------------
+
+
+def play_number(make, tokenizer, monkeypatch, template, answers):
+    """A game of the task `number` with these answers: the tokenizer, the rollout, and what was read in each turn."""
+    tokenizer, _ = with_template(tokenizer, template)
+    agents, args = make(tokenizer, task="number", max_turns=3, max_model_len=None)
+    read = script_responses(monkeypatch, [[tokenizer(text, add_special_tokens=False).input_ids] for text in answers])
+    item = {"share": 0.999}  # the number is 10
+    (rollout,) = ppo_llm.play(agents, number, [item], args, None)
+    chat = number.formatters(item)
+    chats = [chat]
+    for answer in answers[:-1]:
+        text = answer.removesuffix("<|end|>").removesuffix("<|system|>")
+        chat = [*chat, {"role": "assistant", "content": text}, {"role": "user", "content": "higher"}]
+        chats.append(chat)
+    return tokenizer, rollout, chats, [prompts[0] for prompts in read]
+
+
+@pytest.mark.parametrize(
+    "template, end", [("own", "<|end|>"), ("own", ""), ("another end", "<|system|>"), ("none", "")]
+)
+def test_a_chat_that_goes_on_is_read_as_its_template_has_it(make, tokenizer, monkeypatch, template, end):
+    answers = [f"7{end}", f"8{end}", f"9{end}"]
+    tokenizer, _, chats, read = play_number(make, tokenizer, monkeypatch, template, answers)
+    assert len(read) == 3
+    for chat, ids in zip(chats, read, strict=True):
+        assert tokenizer.decode(ids) == render(chat, tokenizer)
+        assert ids == tokenizer(render(chat, tokenizer), add_special_tokens=False).input_ids
+
+
+def test_what_is_new_in_a_chat_is_said_once(make, tokenizer, monkeypatch):
+    answers = ["7<|end|>", "8<|end|>", "9<|end|>"]
+    tokenizer, rollout, chats, _ = play_number(make, tokenizer, monkeypatch, "own", answers)
+    text = tokenizer.decode(prompt_of(rollout, 0) + rest_of(rollout, 0))
+    assert text == render(chats[-1], tokenizer) + answers[-1]
+    assert text.count(chats[0][0]["content"]) == 1 and text.count("higher") == 2
+    assert rollout.prompts[0][1:] == ["higher", "higher"]
+
+
+# --- Seeds and items of which several episodes are played -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [{"env": "guess"}, {"task": "number", "num_agents": 2}], ids=["games", "a task"])
+def test_each_seed_or_item_is_played_so_many_times(tmp_path, monkeypatch, flags):
+    played = []
+    play = ppo_llm.play
+
+    def watch(agents, task, items, *others, **named):
+        played.append(items)
+        return play(agents, task, items, *others, **named)
+
+    monkeypatch.setattr(ppo_llm, "play", watch)
+    sizes = {"rollout_buffer_size": 6, "num_generations": 3, "train_size": 4, "evaluation_interval": 0}
+    _, run = ppo_llm.main(make_ppo_args(tmp_path, **sizes, **flags))
+    assert len(played) == run.num_updates == 2
+    for items in played:
+        assert len(items) == 6
+        assert items[0] == items[1] == items[2] != items[3] == items[4] == items[5]
+    first, second = ([str(items[k]) for k in (0, 3)] for items in played)
+    assert len({*first, *second}) == 4  # an epoch has each of the four once
+    assert [int(row["global_step"]) for row in read_metrics(run.folder)] == [6, 12]
 
 
 # --- Prompts ----------------------------------------------------------------------------------------------------------
@@ -297,18 +447,19 @@ def test_an_episode_ends_after_a_reward_above_the_threshold(make):
 def test_a_prompt_without_a_token_is_refused(make):
     agents, args = make()
     with pytest.raises(UserError, match="a prompt has no tokens: ''"):
-        ppo_llm.encode_prompt("", agents[0].tokenizer, args)
+        ppo_llm.encode([""], agents[0], args)
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(make):
     agents, args = make(max_model_len=10)
-    with pytest.raises(UserError, match="--max-output-tokens 5 after a prompt of 6 exceeds --max-model-len 10"):
-        ppo_llm.encode_prompt("777777", agents[0].tokenizer, args)
+    fit = "a prompt has 6 tokens, and at most 5 fit: --max-output-tokens 5 of --max-model-len 10"
+    with pytest.raises(UserError, match=fit):
+        ppo_llm.encode(["777777"], agents[0], args)
 
 
 def test_a_prompt_may_fill_the_room(make):
     agents, args = make(max_model_len=10)
-    assert len(ppo_llm.encode_prompt("77777", agents[0].tokenizer, args)) == 5
+    assert [len(ids) for ids in ppo_llm.encode(["77777", "7"], agents[0], args)] == [5, 1]
 
 
 def test_a_first_token_of_the_tokenizers_own_is_read_once(make, tokenizer):
@@ -318,17 +469,16 @@ def test_a_first_token_of_the_tokenizers_own_is_read_once(make, tokenizer):
     with_first.backend_tokenizer.post_processor = processor
     assert with_first("7").input_ids == [first, *tokenizer("7").input_ids]
     agents, args = make(with_first, task="number", num_agents=2)
-    rollout, _ = ppo_llm.play_task(agents, Relay(), [{"k": 0}], args, **NO_PHASE)
-    prompt_ids = rollout.prompt_ids[0, 0][rollout.prompt_mask[0, 0] == 1].tolist()
-    assert prompt_ids == [first, *tokenizer("0a").input_ids]
+    rollout, _ = ppo_llm.play(agents, Relay(), [{"k": 0}], args, seeded())
+    assert prompt_of(rollout, 0) == [first, *tokenizer("0a").input_ids]
 
 
 def test_a_tokenizer_without_a_padding_token_gets_one(loaded_model, tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.pad_token = None
     args = ppo_llm.resolve_args(make_ppo_args())
-    _, own = ppo_llm.load_base(args, torch.device("cpu"), loaded_model, bare)
-    assert own.pad_token == tokenizer.eos_token
+    (agent,) = make_ppo_agents(loaded_model, bare, args)
+    assert agent.tokenizer.pad_token == tokenizer.eos_token
     assert bare.pad_token is None
 
 

@@ -3,7 +3,15 @@
 import peft
 import pytest
 import torch
-from helpers import make_episodes, make_ppo_agents, make_ppo_args, make_ppo_batch, make_ppo_rollout, read_metrics
+from helpers import (
+    all_parameters,
+    gradients,
+    make_ppo_agents,
+    make_ppo_args,
+    make_ppo_batch,
+    read_metrics,
+    seeded,
+)
 from processes import alone, assert_same, cut, finish, finish_two, largest_difference, start_two
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -51,19 +59,6 @@ def env(tmp_path_factory):
     return path
 
 
-def run_out_of_memory_once():
-    """Let the first mini-batch be split."""
-    loss = ppo_llm.ppo_loss
-    failures = iter([RuntimeError("out of memory")])
-
-    def fail_once(*values):
-        for failure in failures:
-            raise failure
-        return loss(*values)
-
-    ppo_llm.ppo_loss = fail_once
-
-
 # --- As one process ---------------------------------------------------------------------------------------------------
 
 
@@ -82,23 +77,23 @@ def one(env, small_model, shared_folder):
 
 @pytest.fixture(scope="module")
 def two(env, small_model, shared_folder):
-    """That of two processes, of which one runs out of memory."""
+    """That of two processes, in micro-batches."""
     folder = shared_folder / "ppo two"
     with alone(shared_folder / "ppo two.lock"):
         if not (folder / "base").exists():
             flags = [*GREEDY, "--model", small_model, "--env", env, "--output-dir", folder]
-            finish_two("ppo_llm", *flags, before=(None, run_out_of_memory_once))
+            finish_two("ppo_llm", *flags, "--micro-batch-size-per-gpu", 3)
     return folder
 
 
 @pytest.fixture(scope="module")
 def sharded(env, small_model, shared_folder):
-    """That of two processes that share the base, in forward passes that one alone would not all make."""
+    """That of two processes that share the base, and so make all forward passes together, also of dropped games."""
     folder = shared_folder / "ppo sharded"
     with alone(shared_folder / "ppo sharded.lock"):
         if not (folder / "base").exists():
             flags = [*GREEDY, "--model", small_model, "--env", env, "--output-dir", folder]
-            finish_two("ppo_llm", *flags, "--shard", "--micro-batch-size-per-gpu", 3)
+            finish_two("ppo_llm", *flags, "--shard", "--micro-batch-size-per-gpu", 1)
     return folder
 
 
@@ -216,41 +211,85 @@ def test_games_that_fail_in_both_processes_end_the_run_in_a_line(small_model, tm
         assert process.error.splitlines()[-1] == f"ppo_llm.py: error: {message}"
 
 
+# --- Games that are dropped, and of which a process may have nothing else ---------------------------------------------
+
+ACTIONS = pytest.mark.parametrize("flags", [{}, {"action_granularity": "token"}, {"turn_level_clip": True}], ids=str)
+
+
+class Fragile:
+    """Six games: the first two do not begin, the next two fail in their second turn, the last two go on."""
+
+    def reset(self, seed):
+        if seed < 2:
+            raise RuntimeError("no start")
+        self.seed = seed
+        self.turn = 0
+        return f"Say something about {seed}.", {}
+
+    def step(self, answer):
+        self.turn += 1
+        if self.seed < 4 and self.turn == 2:
+            raise RuntimeError("no step")
+        return "And?", float(self.seed + self.turn), False, False, {}
+
+
+DROPPED = torch.arange(4)
+PLAYED = torch.arange(4, 6)
+
+
 @pytest.fixture
 def make(loaded_model, tokenizer):
-    """A function of flags: agent, args and batch, from made-up episodes."""
+    """A function of flags: agent, args and the rollout of the six games."""
 
-    def build(kind="game", **flags):
-        args = ppo_llm.resolve_args(make_ppo_args(task="number" if kind == "task" else None, **flags))
+    def build(**flags):
+        args = ppo_llm.resolve_args(make_ppo_args(**flags))
         (agent,) = make_ppo_agents(loaded_model, tokenizer, args)
-        rollout = make_ppo_rollout(*make_episodes(kind), agent, args)
-        return agent, args, make_ppo_batch(agent, rollout, args)
+        (rollout,) = ppo_llm.play([agent], Fragile, [{"seed": k} for k in range(6)], args, seeded())
+        return agent, args, rollout
 
     return build
 
 
-CASES = [("game", {}), ("game", {"action_granularity": "token"}), ("game", {"turn_level_clip": True}), ("task", {})]
+def learn_from(agent, batch, args):
+    """The metrics of a mini-batch and its gradients."""
+    agent.optimizers[0].zero_grad()
+    metrics = {}
+    for loss_of in (ppo_llm.ppo_loss, ppo_llm.value_loss):
+        loss, more = loss_of(agent, batch, args)
+        loss.backward()
+        metrics |= more
+    assert all(parameter.grad is not None for parameter in all_parameters(agent))  # as in the other processes
+    return metrics, gradients(agent)
 
 
-@pytest.mark.parametrize("kind, flags", CASES)
-def test_nothing_is_learned_from_a_blank_mini_batch(make, kind, flags):
-    agent, args, batch = make(kind, beta=0.1, ent_coef=0.1, **flags)
-    blank = batch.blank()
-    blank.num_tokens = torch.tensor(1.0)
-    blank.num_actions = torch.tensor(1.0)
-    metrics = agent.faults.backward(agent, blank, args, ppo_llm.ppo_loss, ppo_llm.value_loss)
+@ACTIONS
+def test_nothing_is_learned_from_a_mini_batch_of_dropped_games(make, flags):
+    agent, args, rollout = make(beta=0.1, ent_coef=0.1, batch_size=4, **flags)
+    args.adv_whitening = False
+    batch = make_ppo_batch(agent, rollout.select(DROPPED), args)
+    (minibatch,) = ppo_llm.minibatches(batch, args, seeded())
+    metrics, all_gradients = learn_from(agent, minibatch, args)
     assert metrics.keys() == {"policy_loss", "entropy", "k3", "approx_kl", "clip_fraction", "value_loss"}
     assert not any(metrics.values())
-    for group in agent.optimizers[0].param_groups:
-        for parameter in group["params"]:
-            assert parameter.grad is not None and not parameter.grad.any()
+    assert not any(gradient.any() for gradient in all_gradients)
 
 
-@pytest.mark.parametrize("kind", ["game", "task"])
-def test_a_process_without_episodes_has_numbers_that_do_not_count(make, kind):
-    agent, args, _ = make(kind, adv_whitening=False)
-    empty = ppo_llm.collate([], [], [], [], agent, args)
-    assert not empty.mask.any() and not empty.played.any() and empty.items == []
-    batch = make_ppo_batch(agent, empty, args)
+@ACTIONS
+def test_dropped_games_change_nothing_of_what_is_learned_from_others(make, flags):
+    agent, args, rollout = make(beta=0.1, ent_coef=0.1, **flags)
+    metrics, all_gradients = learn_from(agent, make_ppo_batch(agent, rollout, args), args)
+    played_metrics, expected = learn_from(agent, make_ppo_batch(agent, rollout.select(PLAYED), args), args)
+    assert max(gradient.abs().max() for gradient in expected) > 0.01
+    for x, y in zip(all_gradients, expected, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+    for name, x in played_metrics.items():
+        torch.testing.assert_close(metrics[name], x, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_a_process_without_games_has_numbers_that_do_not_count(make):
+    agent, args, rollout = make(adv_whitening=False)
+    dropped = rollout.select(DROPPED)
+    assert not dropped.response_mask.any() and not dropped.played.any() and not dropped.rewards.any()
+    batch = make_ppo_batch(agent, dropped, args)
     for name in ("advantages", "returns", "action_mask"):
         assert not getattr(batch, name).any()

@@ -1,148 +1,151 @@
-"""The layout of a rollout of ppo_llm: episodes, transcripts, tokens and turns, and what is padding or not played."""
+"""The layout of a rollout of ppo_llm: transcripts, tokens and turns, padding, turns not played; a rollout of lists."""
+
+import re
 
 import pytest
 import torch
-from helpers import GAMES, TASK_EPISODES, make_episodes, make_ppo_agents, make_ppo_args, seeded
+from helpers import (
+    GAMES,
+    TASK_EPISODES,
+    gradients,
+    make_episodes,
+    make_ppo_agents,
+    make_ppo_args,
+    make_ppo_rollout,
+    seeded,
+    turns_of,
+)
 
 import ppo_llm
+from utils.cli import UserError
+from utils.tasks import number
 
 KIND = pytest.mark.parametrize("kind", ["game", "task"])
 
 
 @pytest.fixture
-def make(loaded_model, tokenizer):
-    """A function of a kind of episodes: (episodes, rewards, rollout), where processed rewards are the rewards + 1."""
+def make_agent(loaded_model, tokenizer):
+    """A function of a kind of episodes and flags: (agent, args)."""
 
-    def build(kind):
-        args = ppo_llm.resolve_args(make_ppo_args(task="number" if kind == "task" else None))
-        (agent,) = make_ppo_agents(loaded_model, tokenizer, args)
-        episodes, rewards = make_episodes(kind)
-        generator = seeded()
-        for episode in episodes:
-            for transcript in episode:
-                transcript.logprobs = torch.randn(len(transcript.logprobs), generator=generator).tolist()
-        processed_rewards = [[reward + 1 for reward in turns] for turns in rewards]
-        items = [{"item": k} for k in range(len(episodes))]
-        return episodes, rewards, ppo_llm.collate(episodes, rewards, processed_rewards, items, agent, args)
+    def build(kind, **flags):
+        task = {"task": "number"} if kind == "task" else {}
+        args = ppo_llm.resolve_args(make_ppo_args(**task, **flags))
+        return make_ppo_agents(loaded_model, tokenizer, args)[0], args
 
     return build
 
 
-def transcripts_of(episodes):
-    """Each transcript with its place in a rollout: (b, r, transcript)."""
-    for b, episode in enumerate(episodes):
-        for r, transcript in enumerate(episode):
-            yield b, r, transcript
+@pytest.fixture
+def make(make_agent):
+    """A function of a kind of episodes: (episodes, rollout)."""
+
+    def build(kind):
+        agent, args = make_agent(kind)
+        episodes = make_episodes(kind)
+        generator = seeded()
+        for transcript in episodes:
+            transcript.logprobs = torch.randn(len(transcript.logprobs), generator=generator).tolist()
+        return episodes, ppo_llm.collate(episodes, agent, args)
+
+    return build
 
 
-def test_a_game_is_one_transcript(make):
-    _, _, rollout = make("game")
-    assert rollout.response_ids.shape == (8, 1, 19)
-    assert rollout.prompt_ids.shape == (8, 1, 11)
-    assert rollout.rewards.shape == (8, 3)
-
-
-def test_a_turn_of_a_task_is_a_transcript_of_its_own(make):
-    _, _, rollout = make("task")
-    assert rollout.response_ids.shape == (4, 3, 7)
-    assert rollout.prompt_ids.shape == (4, 3, 12)
-    assert rollout.rewards.shape == (4, 3)
+@pytest.mark.parametrize("kind, B, P, L", [("game", 8, 11, 19), ("task", 4, 6, 29)])
+def test_an_episode_is_one_transcript(make, kind, B, P, L):
+    _, rollout = make(kind)
+    assert rollout.ids.shape == rollout.attention_mask.shape == (B, P + L)
+    assert rollout.turn_of_token.shape == rollout.logprobs.shape == rollout.response_ids.shape == (B, L)
+    assert rollout.rewards.shape == rollout.played.shape == (B, 3)
+    assert rollout.truncated.shape == (B,)
 
 
 @KIND
 def test_prompts_are_padded_on_the_left(make, kind):
-    episodes, _, rollout = make(kind)
-    for b, r, transcript in transcripts_of(episodes):
-        start = rollout.prompt_ids.shape[-1] - len(transcript.prompt_ids)
-        assert rollout.prompt_ids[b, r, start:].tolist() == transcript.prompt_ids
-        assert rollout.prompt_mask[b, r].tolist() == [0] * start + [1] * len(transcript.prompt_ids)
+    episodes, rollout = make(kind)
+    P = rollout.ids.shape[1] - rollout.turn_of_token.shape[1]
+    for b, transcript in enumerate(episodes):
+        start = P - len(transcript.prompt_ids)
+        assert rollout.ids[b, start:P].tolist() == transcript.prompt_ids
+        assert rollout.attention_mask[b, :P].tolist() == [0] * start + [1] * len(transcript.prompt_ids)
 
 
 @KIND
 def test_responses_are_padded_on_the_right(make, kind):
-    episodes, _, rollout = make(kind)
-    for b, r, transcript in transcripts_of(episodes):
+    episodes, rollout = make(kind)
+    L = rollout.turn_of_token.shape[1]
+    for b, transcript in enumerate(episodes):
         end = len(transcript.response_ids)
-        padding = rollout.response_ids.shape[-1] - end
-        assert rollout.response_ids[b, r, :end].tolist() == transcript.response_ids
-        assert rollout.response_mask[b, r].tolist() == [1] * end + [0] * padding
+        assert rollout.response_ids[b, :end].tolist() == transcript.response_ids
+        assert rollout.attention_mask[b, -L:].tolist() == [1] * end + [0] * (L - end)
 
 
 @KIND
 def test_the_mask_is_one_on_sampled_tokens(make, kind):
-    episodes, _, rollout = make(kind)
-    expected = torch.zeros_like(rollout.mask)
-    for b, r, transcript in transcripts_of(episodes):
-        for column, turn in enumerate(transcript.turn_of_token):
-            expected[b, r, column] = float(turn >= 0)
-    assert torch.equal(rollout.mask, expected)
+    episodes, rollout = make(kind)
+    expected = torch.zeros_like(rollout.response_mask)
+    for b, transcript in enumerate(episodes):
+        for columns in turns_of(transcript).values():
+            expected[b, columns] = 1.0
+    assert torch.equal(rollout.response_mask, expected)
 
 
 def test_observations_are_holes_in_the_mask(make):
-    _, _, rollout = make("game")
+    _, rollout = make("game")
     assert GAMES[1] == [9, 4, 3, 2, 4, 6]
-    assert rollout.mask[1, 0].tolist() == [1] * 4 + [0] * 3 + [1] * 2 + [0] * 4 + [1] * 6
+    assert rollout.response_mask[1].tolist() == [1] * 4 + [0] * 3 + [1] * 2 + [0] * 4 + [1] * 6
 
 
 @KIND
 def test_logprobs_are_the_samplers(make, kind):
-    episodes, _, rollout = make(kind)
-    for b, r, transcript in transcripts_of(episodes):
+    episodes, rollout = make(kind)
+    for b, transcript in enumerate(episodes):
         end = len(transcript.logprobs)
-        torch.testing.assert_close(rollout.logprobs[b, r, :end], torch.tensor(transcript.logprobs))
-        assert not rollout.logprobs[b, r, end:].any()
+        torch.testing.assert_close(rollout.logprobs[b, :end], torch.tensor(transcript.logprobs))
+        assert not rollout.logprobs[b, end:].any()
 
 
-def test_turns_that_were_not_played_have_no_tokens(make):
-    _, _, rollout = make("task")
-    lengths = [len(turns) for turns in TASK_EPISODES]
-    assert rollout.has_tokens.sum(1).tolist() == lengths
-    assert rollout.played.sum(1).tolist() == lengths
-    assert not rollout.mask[1, 1:].any()
+@pytest.mark.parametrize("kind, lengths", [("game", GAMES), ("task", TASK_EPISODES)])
+def test_turns_that_were_played_have_tokens(make, kind, lengths):
+    _, rollout = make(kind)
+    for b, pieces in enumerate(lengths):
+        num_turns = len(pieces) // 2
+        assert rollout.played[b].tolist() == [True] * num_turns + [False] * (3 - num_turns)
+        assert len(rollout.responses[b]) == num_turns
 
 
 @KIND
 def test_rewards_are_0_where_a_turn_was_not_played(make, kind):
-    _, rewards, rollout = make(kind)
-    for b, turns in enumerate(rewards):
-        padding = [0.0] * (3 - len(turns))
-        assert rollout.rewards[b].tolist() == pytest.approx(turns + padding)
-        assert rollout.processed_rewards[b].tolist() == pytest.approx([reward + 1 for reward in turns] + padding)
-
-
-@KIND
-def test_played_turns_have_a_prompt_and_a_response(make, kind):
-    _, rewards, rollout = make(kind)
-    assert rollout.played.sum(1).tolist() == [len(turns) for turns in rewards]
-    assert [len(texts) for texts in rollout.responses] == [len(turns) for turns in rewards]
+    episodes, rollout = make(kind)
+    for b, transcript in enumerate(episodes):
+        padding = [0.0] * (3 - len(transcript.rewards))
+        assert rollout.rewards[b].tolist() == pytest.approx(transcript.rewards + padding)
+        assert rollout.raw_rewards[b].tolist() == pytest.approx(transcript.raw_rewards + padding)
 
 
 @KIND
 def test_selected_episodes_are_trimmed_to_their_longest(make, kind):
-    _, _, rollout = make(kind)
-    rows = torch.tensor([3, 0])
-    part = rollout.select(rows)
-    longest_prompt = {"game": 5, "task": 12}[kind]
-    longest_response = {"game": 6, "task": 5}[kind]
-    assert part.prompt_ids.shape[-1] == longest_prompt
-    assert part.response_ids.shape[-1] == longest_response
+    _, rollout = make(kind)
+    part = rollout.select(torch.tensor([3, 0]))
+    longest_prompt = {"game": 5, "task": 5}[kind]
+    longest_response = {"game": 6, "task": 29}[kind]
+    assert part.turn_of_token.shape == (2, longest_response)
+    assert part.ids.shape == part.attention_mask.shape == (2, longest_prompt + longest_response)
 
 
 @KIND
 def test_selected_episodes_lose_no_token(make, kind):
-    _, _, rollout = make(kind)
-    rows = torch.tensor([3, 0])
+    _, rollout = make(kind)
+    rows = torch.tensor([1, 0])
     part = rollout.select(rows)
-    L = part.mask.shape[-1]
-    P = part.prompt_ids.shape[-1]
-    assert part.items == [{"item": 3}, {"item": 0}]
-    assert part.responses == [rollout.responses[3], rollout.responses[0]]
-    assert part.mask.sum() == rollout.mask[rows].sum()
-    for name in ("response_ids", "response_mask", "turn_of_token", "logprobs", "reference_logprobs"):
-        assert torch.equal(getattr(part, name), getattr(rollout, name)[rows, :, :L]), name
-    for name in ("prompt_ids", "prompt_mask"):
-        assert torch.equal(getattr(part, name), getattr(rollout, name)[rows, :, -P:]), name
-    for name in ("rewards", "processed_rewards", "truncated", "played"):
+    assert part.responses == [rollout.responses[1], rollout.responses[0]]
+    assert part.prompts == [rollout.prompts[1], rollout.prompts[0]]
+    for row, b in enumerate(rows):
+        here, there = part.attention_mask[row] == 1, rollout.attention_mask[b] == 1
+        assert torch.equal(part.ids[row][here], rollout.ids[b][there])
+        for name in ("turn_of_token", "logprobs"):
+            L = getattr(part, name).shape[1]
+            assert torch.equal(getattr(part, name)[row], getattr(rollout, name)[b, :L]), name
+    for name in ("rewards", "raw_rewards", "truncated", "played"):
         assert torch.equal(getattr(part, name), getattr(rollout, name)[rows]), name
 
 
@@ -151,19 +154,19 @@ def test_selected_episodes_lose_no_token(make, kind):
 
 @KIND
 def test_numbers_of_turns_stand_at_all_of_their_tokens(make, kind):
-    _, _, rollout = make(kind)
-    x = torch.randn(*rollout.rewards.shape, 1, generator=seeded())
+    _, rollout = make(kind)
+    x = torch.randn(rollout.rewards.shape, generator=seeded())
     tokens = ppo_llm.to_tokens(x, rollout)
-    for index in rollout.mask.nonzero().tolist():
-        assert tokens[tuple(index)] == x[index[0], rollout.turn_of_token[tuple(index)], 0]
-    assert not tokens[rollout.mask == 0].any()
+    for b, column in rollout.response_mask.nonzero().tolist():
+        assert tokens[b, column] == x[b, rollout.turn_of_token[b, column]]
+    assert not tokens[rollout.response_mask == 0].any()
 
 
 @KIND
 @pytest.mark.parametrize("reduction", ["sum", "first_value", "mean", "final_value"])
 def test_a_turn_is_a_number_of_its_tokens(make, kind, reduction):
-    _, _, rollout = make(kind)
-    x = torch.randn(rollout.mask.shape, generator=seeded())
+    _, rollout = make(kind)
+    x = torch.randn(rollout.logprobs.shape, generator=seeded())
     turns = ppo_llm.to_turns(x, rollout, reduction)
     for b, t in rollout.played.nonzero().tolist():
         tokens = x[b][rollout.turn_of_token[b] == t].tolist()
@@ -173,12 +176,120 @@ def test_a_turn_is_a_number_of_its_tokens(make, kind, reduction):
             "mean": sum(tokens) / len(tokens),
             "final_value": tokens[-1],
         }
-        assert turns[b, t, 0].item() == pytest.approx(reductions[reduction], abs=1e-5)
+        assert turns[b, t].item() == pytest.approx(reductions[reduction], abs=1e-5)
     assert not turns[~rollout.played].any()
 
 
 @KIND
 def test_a_turn_has_one_first_token_and_one_last(make, kind):
-    _, _, rollout = make(kind)
+    _, rollout = make(kind)
     for select in (ppo_llm.first_tokens, ppo_llm.last_tokens):
-        assert torch.equal(ppo_llm.to_turns(select(rollout), rollout).squeeze(-1), rollout.played.float())
+        assert torch.equal(ppo_llm.to_turns(select(rollout), rollout), rollout.played.float())
+
+
+# --- A rollout of lists -----------------------------------------------------------------------------------------------
+
+
+def lists_of(rollout):
+    """A rollout as what make_rollout takes: ids, masks, turn ids and rewards, lists without padding."""
+    ids, masks, turn_ids, rewards = [], [], [], []
+    P = rollout.ids.shape[1] - rollout.turn_of_token.shape[1]
+    for b in range(len(rollout.ids)):
+        is_token = rollout.attention_mask[b] == 1
+        turns = torch.cat([torch.full((P,), -1), rollout.turn_of_token[b]])[is_token].tolist()
+        ids.append(rollout.ids[b][is_token].tolist())
+        masks.append([int(turn >= 0) for turn in turns])
+        turn_ids.append(turns)
+        rewards.append(rollout.rewards[b][rollout.played[b]].tolist())
+    return ids, masks, turn_ids, rewards
+
+
+def gradients_of_learn(agent, rollout, args, monkeypatch):
+    """The gradients of each mini-batch of `learn`, which makes no steps."""
+    found = []
+
+    def record(agent, args):
+        found.append(gradients(agent))
+        agent.optimizers[0].zero_grad()
+        return {}
+
+    monkeypatch.setattr(ppo_llm, "optimizer_step", record)
+    metrics = ppo_llm.learn(agent, rollout, args, seeded())
+    return found, metrics
+
+
+@KIND
+@pytest.mark.parametrize("granularity", ["turn", "token"])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # there are no steps before it
+def test_a_rollout_of_lists_gives_the_gradients_of_the_played_one(make_agent, monkeypatch, kind, granularity):
+    agent, args = make_agent(kind, batch_size=4, beta=0.3, action_granularity=granularity)
+    task = {"game": ppo_llm.Env, "task": number}[kind]
+    items = {"game": [{"seed": k} for k in range(8)], "task": [*number.train_dataset(8, 0)]}[kind]
+    (played,) = ppo_llm.play([agent], task, items, args, seeded())
+    assert not played.truncated.any() and played.played[:, 1].any() and played.rewards.any()
+    own = ppo_llm.make_rollout(agent, *lists_of(played), args)
+    expected, expected_metrics = gradients_of_learn(agent, played, args, monkeypatch)
+    found, metrics = gradients_of_learn(agent, own, args, monkeypatch)
+    assert len(expected) == 2 and max(x.abs().max() for x in expected[0]) > 0.01
+    for ours, theirs in zip(found, expected, strict=True):
+        for x, y in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+    for name, x in expected_metrics.items():
+        torch.testing.assert_close(metrics[name], x, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_the_policy_of_a_rollout_of_lists_is_the_actor_as_it_is(make_agent):
+    agent, args = make_agent("game")
+    rollout = make_ppo_rollout(make_episodes("game"), agent, args)
+    own = ppo_llm.make_rollout(agent, *lists_of(rollout), args)
+    for name in ("logprobs", "sampler_logprobs"):
+        found = getattr(own, name) * own.response_mask
+        torch.testing.assert_close(found, rollout.logprobs, atol=1e-5, rtol=0)
+
+
+IDS, MASK, TURNS, REWARDS = [5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1], [-1, -1, 0, 0, -1, 1], [1.0, 2.0]
+GOOD = (IDS, MASK, TURNS, REWARDS)
+BAD = {  # the second of two transcripts, and the error
+    "no sampled token": (
+        (IDS, [0] * 6, TURNS, REWARDS),
+        "takes a prompt, with 0 in its mask, and then sampled tokens, with 1",
+    ),
+    "no prompt": (([5], [1], [0], [1.0]), "takes a prompt, with 0 in its mask, and then sampled tokens, with 1"),
+    "nothing": (([], [], [], []), "takes a prompt, with 0 in its mask, and then sampled tokens, with 1"),
+    "short mask": ((IDS, MASK[:-1], TURNS, REWARDS), "has 6 ids, a mask of 5, 6 turn ids"),
+    "short turns": ((IDS, MASK, TURNS[:-2], REWARDS), "has 6 ids, a mask of 6, 4 turn ids"),
+    "a turn without a reward": ((IDS, MASK, TURNS, [1.0]), "got pieces of the turns 0, 1 and 1 rewards"),
+    "a reward without a turn": ((IDS, MASK, TURNS, [1.0, 2.0, 3.0]), "got pieces of the turns 0, 1 and 3 rewards"),
+    "no turn 0": ((IDS, MASK, [0, 0, 1, 1, 1, 2], REWARDS), "got pieces of the turns 1, 2 and 2 rewards"),
+    "a turn of none": ((IDS, MASK, [0, 0, -1, -1, 0, 0], REWARDS), "got pieces of the turns -1, 0 and 2 rewards"),
+    "back to a turn": ((IDS, MASK, [0, 0, 1, 1, 0, 0], REWARDS), "got pieces of the turns 1, 0 and 2 rewards"),
+    "two pieces of a turn": ((IDS, MASK, [0] * 6, [1.0]), "got pieces of the turns 0, 0 and 1 rewards"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_rollout_of_lists_is_one_line(make_agent, case):
+    agent, args = make_agent("game")
+    bad, message = BAD[case]
+    with pytest.raises(UserError) as error:
+        ppo_llm.make_rollout(agent, *zip(GOOD, bad), args)
+    assert re.fullmatch(f"transcript 1 .*{message}", str(error.value))
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2), (0, 0, 0, 0)])
+def test_lists_of_different_numbers_of_transcripts_are_refused(make_agent, counts):
+    agent, args = make_agent("game")
+    lists = [[part] * count for part, count in zip(GOOD, counts)]
+    with pytest.raises(
+        UserError, match="^a rollout takes one of each for a transcript, got {} lists of".format(*counts)
+    ):
+        ppo_llm.make_rollout(agent, *lists, args)
+
+
+def test_turn_ids_of_what_was_not_sampled_do_not_matter(make_agent):
+    agent, args = make_agent("game")
+    first, second = (
+        ppo_llm.make_rollout(agent, [IDS], [MASK], [turns], [REWARDS], args) for turns in (TURNS, [0, 0, 0, 0, 1, 1])
+    )
+    assert torch.equal(first.turn_of_token, second.turn_of_token)
+    assert first.turn_of_token.tolist() == [[0, 0, -1, 1]]

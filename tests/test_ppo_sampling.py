@@ -30,8 +30,17 @@ class Sampler:
 
     def sample(self, agent=0, rows=range(5), generator=None, **flags):
         """(ids, log-probabilities, texts); with no generator the likeliest tokens."""
-        prompts = [self.prompts[row] for row in rows]
-        return ppo_llm.sample(self.agents[agent], prompts, self.make_args(**flags), generator)
+        return self.respond(self.agents[agent], self.make_args(**flags), rows, generator)
+
+    def respond(self, agent, args, rows=range(5), generator=None):
+        """The same of any agent and args."""
+        transcripts = [ppo_llm.Transcript([""], self.prompts[row]) for row in rows]
+        ppo_llm.respond([agent], [transcripts], args, generator, greedy=generator is None)
+        return (
+            [transcript.response_ids for transcript in transcripts],
+            [transcript.logprobs for transcript in transcripts],
+            [transcript.responses[0] for transcript in transcripts],
+        )
 
     def ids(self, *values, **flags):
         return self.sample(*values, **flags)[0]
@@ -131,4 +140,37 @@ def test_dropout_is_off_while_sampling(loaded_model, tokenizer, prompts):
     plain = Sampler(loaded_model, tokenizer, prompts)
     args = plain.make_args(lora_dropout=0.5)
     agents = make_ppo_agents(loaded_model, tokenizer, args, scale=0.05)
-    assert ppo_llm.sample(agents[0], plain.prompts, args, None)[0] == plain.ids()
+    assert plain.respond(agents[0], args)[0] == plain.ids()
+
+
+# --- Ways to sample ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_of_one_turn_has_what_was_sampled(sampler, prompts, tokenizer):
+    args = sampler.make_args()
+    rollout = ppo_llm.sample(sampler.agents[1], prompts, args, seeded())
+    responses, logprobs, texts = sampler.sample(1, generator=seeded())
+    assert rollout.prompts == [[prompt] for prompt in prompts]
+    assert rollout.responses == [[text] for text in texts]
+    assert not rollout.rewards.any() and not rollout.truncated.any()
+    for row, (prompt, response) in enumerate(zip(sampler.prompts, responses)):
+        assert rollout.ids[row][rollout.attention_mask[row] == 1].tolist() == prompt + response
+        assert rollout.response_ids[row][rollout.response_mask[row] == 1].tolist() == response
+        torch.testing.assert_close(rollout.logprobs[row][: len(response)], torch.tensor(logprobs[row]))
+
+
+def test_an_agent_acts_on_strings_and_chats(sampler, prompts):
+    args = sampler.make_args()
+    texts = sampler.sample(generator=seeded())[2]
+    assert ppo_llm.act(sampler.agents[0], prompts, args, seeded()) == texts
+    chats = [[{"role": "user", "content": "Guess it."}]]
+    likeliest = sampler.sample(rows=[0])[2]
+    assert ppo_llm.act(sampler.agents[0], chats, args, greedy=True) == likeliest
+
+
+def test_each_of_several_agents_answers_its_own_prompts(sampler):
+    args = sampler.make_args()
+    transcripts = [[ppo_llm.Transcript([""], sampler.prompts[row])] for row in (0, 3)]
+    ppo_llm.respond(sampler.agents, transcripts, args, None, greedy=True)
+    assert transcripts[0][0].response_ids == sampler.ids(0, rows=[0])[0]
+    assert transcripts[1][0].response_ids == sampler.ids(1, rows=[3])[0]

@@ -6,6 +6,7 @@ from helpers import make_agent, make_args, seeded
 
 import iac_llm
 import ippo_llm
+from utils import causal_lm
 
 SMALL = {"train_size": 16, "eval_interval": 0}
 
@@ -36,13 +37,14 @@ def test_autocast_leaves_the_weights_in_float32_and_computes_in_bfloat16(tmp_pat
 
 def test_under_autocast_sampler_and_learner_have_the_same_logprobs_but_for_rounding(model, tokenizer, prompts):
     args = make_args(mixed_precision="bf16", max_new_tokens=40)
+    causal_lm.prepare(model, "the model", args.mixed_precision)
     agent = make_agent(args, model, tokenizer)
     rollout = ippo_llm.sample(agent, prompts, args, seeded())
     differences = []
     for precision in ("bf16", "no"):
-        with torch.no_grad():
-            log_pi, _ = ippo_llm.forward_policy(agent.actor, rollout, make_args(mixed_precision=precision))
-        difference = (ippo_llm.take_logprobs(log_pi, rollout) - rollout.logprobs) * rollout.mask
-        differences.append(difference.abs().max())
-    assert differences[0] < 0.01
-    assert 0.001 < differences[1] < 0.1  # to float32
+        agent.actor.mixed_precision = precision
+        logprobs = ippo_llm.compute_logprobs(agent.actor, rollout, args)
+        differences.append((logprobs - rollout.logprobs)[rollout.response_mask > 0].abs())
+    assert all(difference.max() < 0.1 for difference in differences)
+    assert differences[0].mean() < 0.001  # kernels for another number of rows round some tokens otherwise
+    assert differences[1].mean() > 0.002  # to float32

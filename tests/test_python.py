@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from helpers import make_args
+from helpers import make_args, seeded, state_of
 from short_runs import (
     FLAGS,
     IN_ENV,
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTION = (ROOT / "README.md").read_text().split("## From Python\n")[1].split("\n## ")[0]
-TEAM, PLAYER = re.findall(r"```python\n(.*?)```", SECTION, flags=re.S)
+TEAM, LEARNER, PLAYER, TRANSCRIPTS = re.findall(r"```python\n(.*?)```", SECTION, flags=re.S)
 ROWS = [{"share": k / 12, "k": k} for k in range(12)]
 
 
@@ -63,7 +63,7 @@ def names():
 def test_an_example_shows_all_in_about_a_dozen_lines(block):
     assert len([line for line in block.splitlines() if line.strip()]) <= 18
     comments = " ".join(re.findall(r"# (.*)", block))
-    for step in ("construct", "act", "learn", "evaluate", "save", "load"):
+    for step in ("construct", "act", "train", "evaluate", "save", "load"):
         assert step in comments
 
 
@@ -83,16 +83,52 @@ def test_the_example_of_an_environment_runs_as_printed(names):
     limits = {"max_new_tokens": names["run"].args.max_output_tokens, "do_sample": False}
     ids = names["model"].generate(**prompt, **limits)[0, prompt.input_ids.shape[1] :]
     answer = tokenizer.decode(ids, skip_special_tokens=True)
-    assert ppo_llm.act(names["agents"][0], [names["chat"]], names["run"].args) == [answer]
+    assert ppo_llm.act(names["agents"][0], [names["chat"]], names["run"].args, greedy=True) == [answer]
+
+
+@pytest.mark.parametrize("block", [LEARNER, TRANSCRIPTS])
+def test_the_examples_of_learn_run_as_printed(block, names, capsys):
+    exec(block, names)
+    agent = names["agent"]
+    assert capsys.readouterr().out.count("\n") == (5 if block is LEARNER else 1)
+    assert agent.schedules[0].last_epoch == (5 if block is LEARNER else 1)  # a step for each call of learn
+    assert agent.optimizers[0].state
+
+
+def test_the_transcripts_of_the_example_are_what_is_learned_from(names):
+    exec(TRANSCRIPTS, names)
+    rollout = names["rollout"]
+    assert rollout.rewards.tolist() == [[0.0, 1.0], [0.0, 0.0]] and rollout.played.all()
+    for row, (first, second) in enumerate((("8", "12"), ("4", "2"))):
+        for turn, text in enumerate((first, second)):
+            ids = rollout.response_ids[row][rollout.turn_of_token[row] == turn]
+            assert names["agent"].tokenizer.decode(ids) == text
 
 
 def test_agents_act_on_chats_and_on_texts(model, tokenizer):
     args = make_args(do_sample=False)
-    agent = ippo_llm.Agent(model, None, tokenizer, args)
+    agent = ippo_llm.Agent(0, model, tokenizer, 10, args)
     chat = [{"role": "user", "content": "Guess it."}]
     text = render(chat, tokenizer)
     expected = ippo_llm.sample(agent, [text], args, None).responses[0]
     assert ippo_llm.act(agent, [chat, text], args) == expected * 2
+
+
+@pytest.mark.parametrize("script", ["ippo", "iac"])
+def test_an_agent_learns_from_answers_that_are_scored_by_hand(script):
+    module = SCRIPTS[script]
+    args = make_args(script=module, mini_batch_size=2, num_agents=1)
+    (agent,) = module.build_agents(args, torch.device("cpu"), updates=1)
+    rollout = module.sample(agent, ["Guess it.", "Say it.", "Say it again.", "Guess."], args, seeded())
+    rollout.rewards[:, 0] = torch.tensor([0.0, 4.0, 0.0, 0.0])
+    before = state_of(agent)
+    metrics = module.learn(agent, rollout, args, seeded())
+    assert not all(torch.equal(x, y) for x, y in zip(before, state_of(agent)))
+    assert all(torch.isfinite(x) for x in metrics.values())
+    assert {"policy_loss", "value_loss", "entropy", "approx_kl", "kl", "grad_norm", "skipped"} < metrics.keys()
+    gains = ((module.compute_logprobs(agent.actor, rollout, args) - rollout.logprobs) * rollout.response_mask).sum(-1)
+    assert gains[1] > 0
+    assert gains.argmax() == 1
 
 
 # --- Objects in place of what flags name ------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_a_loaded_task_loads_again():
 def test_a_score_that_is_no_number_is_one_line(value, message):
     episodes = Episodes(load_task(task_of(reward_fn=lambda *_: value), 2), ROWS[:1], 2, 1)
     with pytest.raises(TaskError, match=f"^reward_fn {message}, .*; it takes a number$"):
-        episodes.score([["a"], ["b"]], [["p"], ["p"]])
+        episodes.reward_func([0], [["p"], ["p"]], [["a"], ["b"]])
 
 
 def test_a_score_that_fails_is_one_line_with_the_item():
@@ -114,7 +114,7 @@ def test_a_score_that_fails_is_one_line_with_the_item():
 
     episodes = Episodes(load_task(task_of(reward_fn=reward_fn), 2), ROWS[:2], 2, 1)
     with pytest.raises(TaskError, match="^reward_fn raised ZeroDivisionError: division by zero on item 1, .*1 [+] 1"):
-        episodes.score([["a", "b"]] * 2, [["p", "p"]] * 2)
+        episodes.reward_func([0, 1], [["p", "p"]] * 2, [["a", "b"]] * 2)
 
 
 # --- What is wrong with it --------------------------------------------------------------------------------------------

@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM
 import iac_llm
 import ippo_llm
 import ppo_llm
+from utils import enjoy
 from utils.cli import parse
 from utils.engine import VllmArgs
+from utils.models import LoadingArgs
 from utils.run import FolderArgs
+from utils.same import timeless
 from utils.tasks import BUILT_IN, TaskArgs, import_file, tldr
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,9 +81,11 @@ def flag_rows(script, shared):
     rows = {}
     defaults = script.Args()
     for group in script.Args.__mro__[1:-1]:
-        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(group), flags=re.M))
+        source = inspect.getsource(group)
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, flags=re.M))
+        comments |= {name: text for text, name in re.findall(r"^    # (.*)\n    (\w+): ", source, flags=re.M)}
         for field in dataclasses.fields(group):
-            if (group in (FolderArgs, TaskArgs, VllmArgs)) == shared:
+            if (group in (FolderArgs, TaskArgs, LoadingArgs, VllmArgs)) == shared:
                 rows["--" + field.name.replace("_", "-")] = (
                     shown(getattr(defaults, field.name)),
                     comments[field.name],
@@ -148,11 +153,13 @@ def test_the_environment_of_your_own_runs_as_printed(tmp_path):
 
 def apply_diff(diff, code):
     """The code after a diff without line numbers; what it takes away, and what it shows, is there exactly once."""
-    lines = diff.splitlines(keepends=True)
-    before = "".join(line[1:] for line in lines if line[0] != "+")
-    after = "".join(line[1:] for line in lines if line[0] != "-")
-    assert code.count(before) == 1 and set(line[0] for line in lines) <= set(" +-")
-    return code.replace(before, after)
+    for hunk in diff.split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] != "+")
+        after = "".join(line[1:] for line in lines if line[0] != "-")
+        assert code.count(before) == 1 and set(line[0] for line in lines) <= set(" +-")
+        code = code.replace(before, after)
+    return code
 
 
 @pytest.fixture
@@ -164,9 +171,11 @@ def mine(request, tmp_path, monkeypatch):
     return import_file(tmp_path / "mine.py", "mine")
 
 
-def test_there_are_three_diffs_of_a_few_lines():
-    assert [name for name, _ in DIFFS] == ["reward", "advantage", "model"]
-    assert all(len(diff.splitlines()) <= 5 for _, diff in DIFFS)
+def test_there_are_three_diffs_of_a_few_lines_and_one_of_sixty():
+    assert [name for name, _ in DIFFS] == ["reward", "advantage", "model", "critic"]
+    for name, diff in DIFFS:
+        changed = [line for line in diff.splitlines() if line[0] in "+-"]
+        assert len(changed) <= (60 if name == "critic" else 4)
 
 
 @pytest.mark.parametrize("mine", ["reward"], indirect=True)
@@ -195,7 +204,7 @@ def test_a_copy_with_another_advantage(mine, monkeypatch):
     mine.main(make_args(script=mine, train_size=4, **flags))
     assert len(batches) == 4  # of two agents in two updates
     for batch in batches:
-        scores = batch.rollout.rewards[:, 0].double().view(-1, 4)
+        scores = batch.rewards[:, 0].double().view(-1, 4)
         wanted = (scores - scores.mean(1, keepdim=True)).view(-1, 1, 1) * batch.action_mask
         assert torch.allclose(batch.advantages.double(), wanted, atol=1e-6)
     assert any(batch.advantages.abs().max() > 0.1 for batch in batches)
@@ -209,6 +218,56 @@ def test_a_copy_with_another_model(mine, model):
         learned = AutoModelForCausalLM.from_pretrained(run.folder / f"agent_{i}").state_dict()
         changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, learned[name])}
         assert {name.split(".")[2] for name in changed} == {"1", "2"} and len(model.base_model.layers) == 3
+
+
+@pytest.mark.parametrize("mine", ["critic"], indirect=True)
+def test_a_copy_without_a_critic_trains_saves_resumes_and_is_shown(mine, capsys):
+    flags = {"num_generations": 4, "gae_lambda": 1.0, "train_size": 4, "num_agents": 2}
+    _, whole = mine.main(make_args(Path("whole"), script=mine, **flags))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mine.Run, "log", stop_after(mine.Run.log, 1))
+        with pytest.raises(KeyboardInterrupt):
+            mine.main(make_args(Path("cut"), script=mine, save_interval=1, **flags))
+    agents, cut = mine.main(make_args(script=mine, resume="cut/run", save_interval=1, **flags))
+    assert timeless(cut.folder) == timeless(whole.folder) and len(cut.rows) == 2
+    assert not any("value" in name or "critic" in name for name in [*vars(mine.Args()), *vars(agents[0])])
+    assert not any("value_loss" in name for name in cut.rows[0])
+    assert not list(cut.folder.rglob("value_head*")) and not list(cut.folder.rglob("critic"))
+    for name, weight in AutoModelForCausalLM.from_pretrained("whole/run/agent_1").state_dict().items():
+        assert torch.equal(weight, agents[1].actor.state_dict()[name])
+    enjoy.main(enjoy.Args(run=str(cut.folder), items=1))
+    assert "trained: reward" in capsys.readouterr().out
+
+
+def stop_after(log, number):
+    """Run.log, but for the keyboard's interrupt after so many calls of it."""
+    calls = []
+
+    def log_and_stop(*arguments, **named):
+        log(*arguments, **named)
+        calls.append(arguments)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+
+    return log_and_stop
+
+
+@pytest.mark.parametrize("mine", ["critic"], indirect=True)
+def test_without_a_critic_the_baseline_is_the_mean_of_the_others(mine, monkeypatch):
+    batches = []
+    minibatches = mine.minibatches
+    monkeypatch.setattr(mine, "minibatches", lambda batch, *rest: batches.append(batch) or minibatches(batch, *rest))
+    flags = {"num_generations": 4, "gae_lambda": 1.0, "kl_coef": 0.0}
+    flags |= {"advantage_normalization": False, "reward_normalization": False}
+    mine.main(make_args(script=mine, train_size=4, **flags))
+    assert len(batches) == 4  # of two agents in two updates
+    for batch in batches:
+        for row, score in enumerate(batch.rewards[:, 0].tolist()):
+            group = row // 4 * 4
+            others = [batch.rewards[k, 0].item() for k in range(group, group + 4) if k != row]
+            wanted = (score - sum(others) / 3) * batch.action_mask[row]
+            torch.testing.assert_close(batch.advantages[row], wanted, atol=1e-5, rtol=0)
+    assert any(batch.advantages.abs().max() > 0.1 for batch in batches)
 
 
 def test_a_copy_runs_beside_utils_and_its_run_has_its_name(tmp_path):

@@ -1,5 +1,7 @@
 """--resume: which flags may differ, which run is meant, what it goes on from, and that it ends with the same bits."""
 
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -7,20 +9,45 @@ import shutil
 import pytest
 import safetensors.torch
 from processes import (
+    COMMANDS,
     SCRIPTS,
     assert_same,
     command,
     contents,
+    copy_begun,
     finish,
     parse_resumed,
     resume_here,
     saved_steps,
+    start,
 )
 
 from utils.cli import UserError
 from utils.files import read_lines, read_rows
+from utils.same import timeless
 
 CASE = "ippo head 1 number"
+MEMORY_FLAGS = {  # of micro-batches, and of samples at once
+    "ippo head 1 tldr": ("--micro-batch-size", "--per-device-train-batch-size"),
+    "iac head 1 tldr": ("--micro-batch-size", "--per-device-train-batch-size"),
+    "ppo 2 tldr": ("--micro-batch-size-per-gpu", "--hf-generate-chunk-size"),
+}
+CASES = ["ippo head 1 tldr", pytest.param("iac head 1 tldr", marks=pytest.mark.slow), "ppo 2 tldr"]
+LENGTHS = """
+from utils.tasks.tldr import *
+def reward_func(*completions):
+    return [float(len("".join(texts)) % 7) for texts in zip(*completions)]
+"""
+
+
+def args_of(folder):
+    """The flags of a run, by field."""
+    return json.loads((folder / "config.json").read_text())["args"]
+
+
+def field_name(flag):
+    return flag.removeprefix("--").replace("-", "_")
+
 
 # --- Flags ------------------------------------------------------------------------------------------------------------
 
@@ -45,7 +72,7 @@ def test_flags_that_differ_are_all_named_before_anything_is_loaded(begun, monkey
 
 def test_flags_that_are_not_given_are_those_of_the_run(begun):
     folder = begun()
-    there = json.loads((folder / "config.json").read_text())["args"]
+    there = args_of(folder)
     args = vars(parse_resumed("ippo_llm", folder, "--save-interval", "5"))
     assert json.loads(json.dumps(args)) == there | {"resume": str(folder), "save_interval": 5}
     assert there["train_size"] == 12 and there["save_interval"] == 1
@@ -67,6 +94,43 @@ def test_so_many_checkpoints_are_kept(keep, begun):
     folder = begun()
     resume_here("ippo_llm", folder, "--keep-checkpoints", str(keep))
     assert saved_steps(folder) == [4, 5, 6][-keep:]
+
+
+@pytest.fixture
+def learning(small_model, tmp_path):
+    """Makes a run whose rewards differ, and the folder of it with three of its six updates done."""
+
+    def make(case):
+        name, flags = command(case, small_model)
+        (tmp_path / "lengths.py").write_text(LENGTHS)
+        own = ["--task", tmp_path / "lengths.py", "--save-interval", "1", "--keep-checkpoints", "9"]
+        finish(name, *flags, *own, "--output-dir", tmp_path / "whole")
+        return tmp_path / "whole", copy_begun(tmp_path / "whole", tmp_path / "run")
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_may_go_on_in_smaller_micro_batches_with_the_same_gradients(case, learning):
+    flag, _ = MEMORY_FLAGS[case]
+    whole, folder = learning(case)
+    _, run = resume_here(COMMANDS[case][0], folder, flag, "1")
+    assert run.step == 6
+    assert args_of(folder)[field_name(flag)] == 1
+    before, after = [read_rows(path / "metrics.csv")[3] for path in (whole, folder)]  # of the same samples
+    assert before["reward_std"] > 0 and before["agent_0/grad_norm"] > 0.1
+    for column in before:
+        if column.startswith("agent_"):
+            assert after[column] == pytest.approx(before[column], rel=1e-3, abs=1e-5), column
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_may_go_on_with_fewer_samples_at_once(case, learning):
+    _, flag = MEMORY_FLAGS[case]
+    _, folder = learning(case)
+    _, run = resume_here(COMMANDS[case][0], folder, flag, "2")
+    assert run.step == len(read_rows(folder / "metrics.csv")) == 6
+    assert args_of(folder)[field_name(flag)] == 2
 
 
 # --- Which run --------------------------------------------------------------------------------------------------------
@@ -159,6 +223,34 @@ def test_metrics_that_lack_updates_are_one_line(begun):
     (folder / "metrics.csv").unlink()
     with pytest.raises(UserError, match="^.*metrics.csv has 0 of the 3 updates that are done$"):
         resume_here("ippo_llm", folder)
+
+
+def fail_while_learning(name, call):
+    """Let a script fail at some call of its optimizer_step, numbered from 1."""
+    optimizer_step = SCRIPTS[name].optimizer_step
+    numbers = itertools.count(1)
+
+    def fail(*values):
+        if next(numbers) == call:
+            raise RuntimeError("a fault")
+        return optimizer_step(*values)
+
+    SCRIPTS[name].optimizer_step = fail
+
+
+@pytest.mark.parametrize("case, call", [("ippo head 1 tldr", 2 * 2 + 2), ("ppo 2 tldr", 2 * 8 + 3)])
+def test_a_run_that_failed_while_it_learned_goes_on_from_there(case, call, learning, small_model, tmp_path):
+    """An agent has made a step of the third update; its samples are drawn once more, from what it is then."""
+    whole, _ = learning(case)
+    name, flags = command(case, small_model)
+    own = [*flags, "--task", tmp_path / "lengths.py", "--output-dir", tmp_path / "failed"]
+    process = start(name, *own, before=functools.partial(fail_while_learning, name, call)).wait()
+    assert process.exitcode == 1 and process.error.splitlines()[-1] == "RuntimeError: a fault"
+    resumed = finish(name, "--resume", tmp_path / "failed")
+    assert "2 of 6 updates are done, and some of the next" in resumed.output
+    rows, undisturbed = [timeless(path) for path in (tmp_path / "failed", whole)]
+    assert len(rows) == 6
+    assert rows[:2] == undisturbed[:2] and rows[2] != undisturbed[2]
 
 
 @pytest.mark.parametrize("case", [CASE, "ppo guess"])

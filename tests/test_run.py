@@ -49,8 +49,8 @@ def test_metrics_have_a_row_for_each_update(finished):
 
 
 def test_metrics_have_the_columns_of_the_documentation(finished):
-    of_team = "global_step epoch reward_mean reward_std kl reference_logprob time/sample time/reward time/evaluate "
-    of_team += "time/update samples_per_second new_tokens_per_second eval/reward_mean"
+    of_team = "global_step epoch reward_mean reward_std kl reference_logprob time/sample time/reward time/learn "
+    of_team += "samples_per_second new_tokens_per_second eval/reward_mean"
     of_agent = "policy_loss value_loss entropy approx_kl grad_norm skipped explained_variance response_length"
     columns = {*of_team.split(), *(f"agent_{i}/{name}" for i in range(2) for name in of_agent.split())}
     assert read_metrics(finished.folder)[0].keys() == columns
@@ -244,16 +244,17 @@ def test_help_explains_every_flag(script, capsys):
         parse(script.Args, ["--help"], script.__doc__)
     assert not stop.value.code
     text = capsys.readouterr().out
-    own = script.__name__.removesuffix("_llm")
-    for group in ("training", "task", "folder", "model", "sampling", "algorithm", own, "optimizer"):
+    groups = "training task folder agent critic loading sampling vllm algorithm optimizer".split()
+    for group in (*groups, script.__name__.removesuffix("_llm")):
         assert f"{group} options" in text
     shown = " ".join(text.replace("│", " ").split())
-    files = [script.__file__, ROOT / "utils/run.py", ROOT / "utils/engine.py", ROOT / "utils/tasks/__init__.py"]
+    files = [script.__file__, *(ROOT / f"utils/{name}.py" for name in ("run", "engine", "models", "tasks/__init__"))]
     source = "".join(Path(file).read_text() for file in files)
     for name in vars(script.Args()):
         assert f"--{name.replace('_', '-')}" in text
-        (comment,) = re.findall(rf"^    {name}: .*  # (.+)$", source, flags=re.M)
-        assert " ".join(comment.split()[:3]) in shown, name
+        ((above, behind),) = re.findall(rf"^(?:    # (.+)\n)?    {name}: .*?(?:  # (.+))?$", source, flags=re.M)
+        comment = above or behind
+        assert comment and " ".join(comment.split()[:3]) in shown, name
 
 
 # --- Other runs, other programs ---------------------------------------------------------------------------------------
@@ -290,6 +291,21 @@ def test_stopping_by_the_keyboard_saves_the_agents(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "run/agent_1")
     assert len(read_metrics(tmp_path / "run")) == 1
     assert (tmp_path / "run/curves.png").exists()
+
+
+@pytest.mark.parametrize(
+    "phase, flags, message",
+    [
+        ("evaluate", {}, " in the phase evaluate: --per-device-train-batch-size 4 takes less"),
+        ("learn", {"micro_batch_size": 99}, " in the phase learn: --micro-batch-size 2 takes less"),
+        ("learn", {"micro_batch_size": 1}, " in the phase learn, with --micro-batch-size 1"),
+        ("log, save", {}, ""),
+    ],
+)
+def test_a_run_out_of_memory_names_the_flag_that_takes_less_if_there_is_one(tmp_path, phase, flags, message):
+    memory_flags = {"sample": ("per_device_train_batch_size", 8), "learn": ("micro_batch_size", 4)}
+    run = utils.run.Run(make_args(tmp_path, **flags), ippo_llm.__file__, None, 40, 8, memory_flags=memory_flags)
+    assert run.out_of_memory(phase) == f"out of memory{message}"
 
 
 def test_weights_and_biases_gets_the_same(tmp_path, monkeypatch):

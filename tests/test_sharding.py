@@ -21,7 +21,6 @@ import iac_llm
 import ippo_llm
 from utils import adapters, distributed, sharding
 from utils.cli import UserError
-from utils.faults import Faults
 from utils.models import locate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -283,6 +282,42 @@ def test_a_process_does_not_wait_for_one_that_is_gone(tmp_path, task):
     assert not list(run.glob("agent_*"))  # a process alone has no whole agent
 
 
+def run_out_of_memory():
+    """Let memory run out in the second mini-batch of the first agent."""
+    loss = ippo_llm.ippo_loss
+    calls = []
+
+    def exhaust(*values):
+        calls.append(values)
+        if len(calls) == 3:  # one of each agent in an update
+            raise torch.OutOfMemoryError("out of memory")
+        return loss(*values)
+
+    ippo_llm.ippo_loss = exhaust
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_sharded_run_that_memory_ended_goes_on_with_smaller_micro_batches(sharded, tmp_path, task, victim):
+    run = tmp_path / "run"
+    before = [None, None]
+    before[victim] = run_out_of_memory
+    flags = [*FLAGS, *task, "--shard", "--save-interval", 1, "--keep-checkpoints", 9, "--output-dir", run]
+    processes = start_two("ippo_llm", *flags, before=before)
+    assert processes[victim].wait(60).exitcode == 2
+    assert processes[1 - victim].wait(60).exitcode == 1
+    line = "ippo_llm.py: error: out of memory in the phase learn: --micro-batch-size 1 takes less; go on with: python "
+    line += f"ippo_llm.py --resume {run} --micro-batch-size 1"
+    assert processes[victim].error.splitlines()[-1] == line
+    assert "another process of this run has ended" in processes[1 - victim].error.splitlines()[-1]
+    assert saved_steps(run) == [1]
+    assert not list(run.glob("agent_*"))  # in the midst of learning there is no whole agent
+
+    finish_two("ippo_llm", *line.split("ippo_llm.py ")[-1].split())
+    for step in (4, 8):
+        name = f"checkpoints/update_00000{step}"
+        assert largest_difference(run / name, sharded / name) < 1e-5
+
+
 # --- One process ------------------------------------------------------------------------------------------------------
 
 
@@ -301,18 +336,6 @@ def test_without_shards_gradients_are_clipped_as_torch_does():
     norm = sharding.clip_gradients(list(model.parameters()), 0.5)
     assert torch.equal(norm, nn.utils.clip_grad_norm_(other.parameters(), 0.5))
     assert all(torch.equal(x.grad, y.grad) for x, y in zip(model.parameters(), other.parameters()))
-
-
-def test_memory_that_runs_out_ends_a_run_of_shards():
-    def loss(*_):
-        raise torch.OutOfMemoryError("out of memory")
-
-    class Minibatch:
-        def split(self, num_parts):
-            return [self]
-
-    with pytest.raises(UserError, match="^out of memory in an update: lower --mini-batch-size$"):
-        Faults("--mini-batch-size", "--rate", halves=False).backward(None, Minibatch(), None, loss)
 
 
 if __name__ == "__main__":

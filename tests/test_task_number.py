@@ -34,15 +34,23 @@ def play(targets, num_turns, choose):
     items = [{"share": (target + 0.5) / 21} for target in targets]
     episodes = Episodes(number, items, num_agents=2, num_turns=num_turns)
     rewards = [0.0] * len(targets)
-    while episodes.running:
-        playing = list(episodes.running)
+    running = range(len(targets))
+    for turn in range(num_turns):
+        if turn > 0:
+            next_prompts = {k: episodes.external_transition(k) for k in running}
+            running = [k for k in running if next_prompts[k] is not None]
+            for k in running:
+                episodes.add_prompts(k, next_prompts[k])
+        if not running:
+            break
         sums = []
-        for k in playing:
+        for k in running:
             messages = episodes.prompt_history[k][0][-1]
             observations = [message["content"] for message in messages if message["role"] == "user"]
             sums.append(choose(observations[1:]))  # the first is the rule
         responses = [[str(s // 2) for s in sums], [f" {s - s // 2}\n" for s in sums]]
-        for k, reward in zip(playing, episodes.score(responses, responses)[0][0]):
+        raw_rewards, _ = episodes.reward_func(running, responses, responses)
+        for k, reward in zip(running, raw_rewards[0]):
             rewards[k] += reward
     return rewards
 

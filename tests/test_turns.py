@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from helpers import learning_targets, make_agent, make_args, read_metrics, seeded
+from helpers import learning_targets, make_agent, make_args, read_metrics, seeded, whole_minibatch
 
 import iac_llm
 import ippo_llm
-from ippo_llm import Batch, minibatches, play
+from ippo_llm import minibatches, play
 from utils.cli import TaskError
 
 SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
@@ -52,7 +52,7 @@ def agents(model, tokenizer):
 def play_items(agents, num_items, args):
     """Rollouts of the agents, for items 0, 1, ..., of which 1 has one turn."""
     items = train_dataset(num_items, 0).to_list()
-    return play(agents, task_of_turns(), items, args, seeded(), phase=lambda name: None)
+    return play(agents, task_of_turns(), items, args, seeded())
 
 
 # --- Rollouts ---------------------------------------------------------------------------------------------------------
@@ -61,9 +61,9 @@ def play_items(agents, num_items, args):
 def test_a_turn_that_was_not_played_is_0_everywhere(agents):
     for rollout in play_items(agents, 3, make_args(num_turns=2, max_new_tokens=6)):
         assert rollout.played.tolist() == [[True, True], [True, False], [True, True]]
-        assert rollout.rewards.tolist() == [[1.0, 2.0], [1.0, 0.0], [1.0, 2.0]]
+        assert rollout.raw_rewards.tolist() == [[1.0, 2.0], [1.0, 0.0], [1.0, 2.0]]
         assert [len(texts) for texts in rollout.responses] == [len(texts) for texts in rollout.prompts] == [2, 1, 2]
-        for name in ("prompt_ids", "prompt_mask", "response_ids", "mask", "logprobs", "values", "processed_rewards"):
+        for name in ("ids", "attention_mask", "response_mask", "logprobs", "values", "rewards"):
             assert not getattr(rollout, name)[1, 1].any()
 
 
@@ -78,9 +78,10 @@ def test_an_agent_sees_its_own_history_as_the_transition_gives_it(agents):
 def test_ids_and_mask_of_all_turns_are_those_of_the_texts(agents, tokenizer):
     for rollout in play_items(agents, 2, make_args(num_turns=3, max_new_tokens=4)):
         for b, t in rollout.played.nonzero().tolist():
-            prompt_ids = rollout.prompt_ids[b, t][rollout.prompt_mask[b, t] == 1]
-            response_ids = rollout.response_ids[b, t][rollout.mask[b, t] == 1]
-            assert tokenizer.decode(prompt_ids) == rollout.prompts[b][t]
+            ids = rollout.ids[b, t][rollout.attention_mask[b, t] == 1]
+            response_ids = rollout.response_ids[b, t][rollout.response_mask[b, t] == 1]
+            assert torch.equal(ids[-len(response_ids) :], response_ids)
+            assert tokenizer.decode(ids[: -len(response_ids)]) == rollout.prompts[b][t]
             assert tokenizer.decode(response_ids, skip_special_tokens=True) == rollout.responses[b][t]
 
 
@@ -92,6 +93,31 @@ def test_an_episode_ends_after_a_turn_whose_reward_is_above_the_threshold(agents
     assert play_items(agents, 2, args)[0].played.long().tolist() == turns
 
 
+@pytest.mark.parametrize("threshold, num_turns", [(None, [2, 2]), (0.5, [2, 1]), (0.75, [2, 2]), (0.0, [1, 1])])
+def test_the_threshold_is_for_the_mean_of_the_agents_as_reward_func_gave_it(agents, threshold, num_turns):
+    task = task_of_turns(
+        reward_func=lambda first, second, items: [[item["number"] / 6 for item in items], [0.5] * len(items)],
+        reward_processor=lambda reward: -reward,
+        external_transition=lambda item: ["Again."] * 2,
+    )
+    items = [{"number": 0}, {"number": 6}]  # means of 0.25 and 0.75
+    args = make_args(num_turns=2, max_new_tokens=4, early_termination_threshold=threshold)
+    for rollout in play(agents, task, items, args, seeded()):
+        assert rollout.played.sum(1).tolist() == num_turns
+
+
+def test_the_task_is_asked_for_next_prompts_between_turns_alone(agents):
+    asked = []
+
+    def external_transition(item, turn):
+        asked.append((item["number"], turn))
+        return ["Again."] * 2
+
+    task = task_of_turns(external_transition=external_transition)
+    play(agents, task, train_dataset(2, 0).to_list(), make_args(num_turns=3, max_new_tokens=4), seeded())
+    assert asked == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
@@ -100,11 +126,11 @@ def actions_of(agent, rollout, episode, granularity):
     actions = []
     for turn, prompt in enumerate(rollout.prompts[episode]):
         prompt_ids = agent.tokenizer(prompt, add_special_tokens=False).input_ids
-        length = int(rollout.mask[episode, turn].sum())
+        length = int(rollout.response_mask[episode, turn].sum())
         ids = torch.tensor([prompt_ids + rollout.response_ids[episode, turn, :length].tolist()])
         with torch.no_grad():
             hidden_states = agent.critic(ids).last_hidden_state
-            values = agent.value_head(hidden_states)[0, len(prompt_ids) - 1 : -1, 0].tolist()
+            values = agent.value_head(hidden_states)[0, len(prompt_ids) - 1 : -1].tolist()
         reward = turn + 1.0
         if granularity == "turn":
             actions.append((reward, values[0], turn, 0))
@@ -143,11 +169,11 @@ def test_episodes_of_one_and_two_turns_learn_from_their_chains(agents, granulari
 def test_a_mini_batch_has_all_turns_of_its_episodes(agents):
     args = make_args(num_turns=2, max_new_tokens=4, mini_batch_size=2, **PLAIN)
     rollout = play_items(agents, 4, args)[0]
-    batch = Batch(rollout, *learning_targets(agents[0], rollout, args))
+    batch = whole_minibatch(rollout, learning_targets(agents[0], rollout, args))
     prompts = []
     for minibatch in minibatches(batch, args, seeded()):
-        assert len(minibatch.rollout.prompts) == 2
-        prompts += minibatch.rollout.prompts
+        assert len(minibatch.prompts) == 2
+        prompts += minibatch.prompts
     assert sorted(prompts) == sorted(rollout.prompts)
 
 

@@ -8,7 +8,7 @@ import numpy
 import peft
 import pytest
 import torch
-from helpers import make_agent, make_args, make_ppo_agents, make_ppo_args, randomise_adapters, read_metrics, seeded
+from helpers import make_agent, make_args, make_ppo_agents, make_ppo_args, read_metrics, seeded
 from processes import assert_same, finish, finish_two
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -59,6 +59,17 @@ def prompt_ids(prompts, tokenizer):
     return tokenizer(prompts, add_special_tokens=False).input_ids
 
 
+def own_logprobs(script, agent, rollout, args):
+    """Log-probabilities as learning has them, 0 where nothing was sampled."""
+    return script.compute_logprobs(agent.actor, rollout, args) * rollout.response_mask
+
+
+def assert_near(script, agent, rollout, args):
+    """The sampler's log-probabilities are those that are learned from, to 1e-4."""
+    right = own_logprobs(script, agent, rollout, args)
+    torch.testing.assert_close(rollout.sampler_logprobs, right, atol=1e-4, rtol=0)
+
+
 # --- What is sampled --------------------------------------------------------------------------------------------------
 
 
@@ -68,31 +79,44 @@ def test_logprobs_of_a_team_are_those_of_learning(script, model, tokenizer, prom
     agent = make_agent(args, model, tokenizer, script=script)
     shake(agent.actor, seed=1)
     rollout = script.sample(agent, prompts, args, seeded())
-    assert len(set(rollout.mask.sum(-1).flatten().tolist())) > 1
-    torch.testing.assert_close(rollout.sampler_logprobs, rollout.logprobs * rollout.mask, atol=1e-4, rtol=0)
-    L = int(rollout.mask[2].sum())
+    assert len(set(rollout.response_mask.sum(-1).flatten().tolist())) > 1
+    assert_near(script, agent, rollout, args)
+    L = int(rollout.response_mask[2].sum())
     ids = prompt_ids(prompts[2:3], tokenizer)[0] + rollout.response_ids[2, 0, :L].tolist()
     with torch.no_grad():
         out = agent.actor(torch.tensor([ids[:-1]]), output_hidden_states=True)
         logprobs = (out.logits[0, -L:] / 0.7).log_softmax(-1).gather(1, torch.tensor(ids[-L:])[:, None]).squeeze(1)
-        values = agent.value_head(out.hidden_states[-1][0, -L:]).squeeze(1)
-    torch.testing.assert_close(rollout.logprobs[2, 0, :L], logprobs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(rollout.values[2, 0, :L], values, atol=1e-5, rtol=0)
+        values = agent.value_head(out.hidden_states[-1][0, -L:])
+    own = own_logprobs(script, agent, rollout, args)
+    torch.testing.assert_close(own[2, 0, :L], logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(script.compute_values(agent, rollout, args)[2, 0, :L], values, atol=1e-5, rtol=0)
 
 
 def test_logprobs_of_adapters_are_those_of_learning(model, tokenizer, prompts):
     agents, args = make_ppo(model, tokenizer, temperature=0.7)
     ids = prompt_ids(prompts, tokenizer)
-    for agent in agents:
-        ppo_llm.hand_over(agent, args)
-    for agent, result in zip(agents, ppo_llm.sample_team(agents, [ids, ids], args, seeded())):
-        for prompt, response, logprobs in zip(ids, *result[:2]):
-            tokens = torch.tensor([prompt + response])
+    transcripts = [[ppo_llm.Transcript([""], prompt) for prompt in ids] for _ in agents]
+    agents[0].engine.hand_over_adapters(agents)
+    ppo_llm.respond(agents, transcripts, args, seeded())
+    for agent, own in zip(agents, transcripts):
+        for prompt, transcript in zip(ids, own):
+            tokens = torch.tensor([transcript.ids])
             with torch.no_grad():
                 logits = ppo_llm.adapters.forward(agent.model, agent.actor, input_ids=tokens).logits
             log_pi = (logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
-            right = log_pi.gather(1, torch.tensor(response)[:, None]).squeeze(1)
-            torch.testing.assert_close(torch.tensor(logprobs), right, atol=1e-4, rtol=0)
+            right = log_pi.gather(1, torch.tensor(transcript.response_ids)[:, None]).squeeze(1)
+            torch.testing.assert_close(torch.tensor(transcript.logprobs), right, atol=1e-4, rtol=0)
+
+
+def test_logprobs_of_several_turns_are_those_of_learning(model, tokenizer):
+    flags = {"task": "number", "num_agents": 2, "max_turns": 3, "max_output_tokens": 4, "max_model_len": 400}
+    args = ppo_llm.resolve_args(make_ppo_args(use_vllm=True, **flags))
+    agents = make_ppo_agents(model, tokenizer, args)
+    task = ppo_llm.tasks.load_task("number", 2, 3)
+    rollouts = ppo_llm.play(agents, task, [*task.eval_dataset(6, 0)], args, seeded())
+    for agent, rollout in zip(agents, rollouts):
+        assert rollout.played.all(1).any()  # three turns in one transcript
+        assert_near(ppo_llm, agent, rollout, args)
 
 
 def test_tokens_follow_the_probabilities(model, tokenizer, prompts):
@@ -109,7 +133,8 @@ def test_with_top_p_logprobs_are_of_the_tokens_that_are_left(model, tokenizer, p
     args = make_args(use_vllm=True, top_p=0.6, max_new_tokens=8)
     agent = make_agent(args, model, tokenizer)
     rollout = ippo_llm.sample(agent, prompts, args, seeded())
-    ratio = (rollout.logprobs - rollout.sampler_logprobs).exp()[rollout.mask > 0]  # the share that is left
+    ratio = (own_logprobs(ippo_llm, agent, rollout, args) - rollout.sampler_logprobs).exp()
+    ratio = ratio[rollout.response_mask > 0]  # the share that is left
     assert (ratio > 0.59).all() and (ratio < 1 + 1e-4).all() and ratio.min() < 0.99
 
 
@@ -123,9 +148,8 @@ def test_two_agents_have_their_own_weights(script, model, tokenizer, prompts):
     for _ in range(2):
         rollouts = [script.sample(agent, prompts, args, seeded()) for agent in agents]
         for agent, rollout in zip(agents, rollouts):
-            torch.testing.assert_close(rollout.sampler_logprobs, rollout.logprobs * rollout.mask, atol=1e-4, rtol=0)
-        log_pi, _ = script.forward_policy(agents[1].actor, rollouts[0], args)
-        other = script.take_logprobs(log_pi, rollouts[0]) * rollouts[0].mask
+            assert_near(script, agent, rollout, args)
+        other = own_logprobs(script, agents[1], rollouts[0], args)
         assert (other - rollouts[0].sampler_logprobs).abs().max() > 0.1
 
 
@@ -141,7 +165,7 @@ def test_agents_of_two_architectures_have_an_engine_each(tokenizer, model, promp
     assert agents[0].engine is not agents[1].engine
     for agent in (*agents, agents[0]):
         rollout = ippo_llm.sample(agent, prompts, args, seeded())
-        torch.testing.assert_close(rollout.sampler_logprobs, rollout.logprobs * rollout.mask, atol=1e-4, rtol=0)
+        assert_near(ippo_llm, agent, rollout, args)
 
 
 @TEAM
@@ -149,7 +173,7 @@ def test_weights_in_bfloat16_are_near(script, model, tokenizer, prompts):
     args = make_args(script=script, use_vllm=True, mixed_precision="bf16")
     agent = make_agent(args, model, tokenizer, script=script)
     rollout = script.sample(agent, prompts, args, seeded())
-    assert (rollout.sampler_logprobs - rollout.logprobs * rollout.mask).abs().mean() < 0.05
+    assert (rollout.sampler_logprobs - own_logprobs(script, agent, rollout, args)).abs().mean() < 0.05
 
 
 @EVERY_SCRIPT
@@ -162,8 +186,23 @@ def test_act_answers_as_without(script):
             args = ppo_llm.resolve_args(args)
         torch.manual_seed(0)
         agents = module.build_agents(args, torch.device("cpu"), 1)
-        answers.append(module.act(agents[1], [CHAT, "I think"], args))
+        answers.append(module.act(agents[1], [CHAT, "I think"], args, greedy=True))
     assert answers[0] == answers[1] and len(answers[0]) == 2
+
+
+@EVERY_SCRIPT
+def test_act_without_a_generator_draws_from_torchs_own(script):
+    module = SCRIPTS[script]
+    args = module.Args(use_vllm=True, **FLAGS[script])
+    if script == "ppo":
+        args = ppo_llm.resolve_args(args)
+    agent = module.build_agents(args, torch.device("cpu"), 1)[0]
+    answers = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        answers.append(module.act(agent, [CHAT] * 8, args))
+    assert answers[0] == answers[1] != answers[2]
+    assert len(set(answers[0])) > 1
 
 
 # --- What is handed over ----------------------------------------------------------------------------------------------
@@ -201,11 +240,13 @@ def test_an_output_layer_that_does_not_arrive_is_seen(model, tokenizer, prompts,
 
 def test_adapters_that_do_not_arrive_are_seen(model, tokenizer, monkeypatch):
     agents, args = make_ppo(model, tokenizer)
-    ppo_llm.hand_over(agents[1], args)
-    randomise_adapters(agents[1].model, seed=3)
+    agents[0].engine.hand_over_adapters(agents)
+    with torch.no_grad():
+        for parameter in ppo_llm.adapters.parameters(agents[1].model, agents[1].actor):
+            parameter.mul_(1.5)
     monkeypatch.setattr(Engine, "load_adapter", lambda *_: None)
     with pytest.raises(UserError, match="^--use-vllm: the weights in the engine are not those that were handed"):
-        ppo_llm.hand_over(agents[1], args)
+        agents[0].engine.hand_over_adapters(agents)
 
 
 def test_what_the_cache_has_of_old_weights_is_forgotten(model, tokenizer, prompts):
@@ -215,16 +256,17 @@ def test_what_the_cache_has_of_old_weights_is_forgotten(model, tokenizer, prompt
     for seed in range(3):
         shake(agent.actor, seed)
         rollout = ippo_llm.sample(agent, long, args, seeded())
-        assert rollout.prompt_mask.sum() > 2 * 128  # more than a block of the cache
-        torch.testing.assert_close(rollout.sampler_logprobs, rollout.logprobs * rollout.mask, atol=1e-4, rtol=0)
+        prompt_tokens = rollout.attention_mask.sum() - rollout.response_mask.sum()
+        assert prompt_tokens > 2 * 128  # more than a block of the cache
+        assert_near(ippo_llm, agent, rollout, args)
 
 
 def test_an_engine_leaves_the_random_generators_as_they_are(model):
     args = make_args(use_vllm=True, vllm_config={"max_num_seqs": 7})  # an engine of its own
     before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    sampler = engine.get_engine(model, args)
+    sampler = engine.get_engine(model, args, "max_new_tokens")
     sampler.load_weights(model)
-    sampler.sample([[5, 6, 7]], {"max_tokens": 4, "temperature": 1.0}, seeded())
+    sampler.sample([[5, 6, 7]], 4, [2], args, seeded())
     assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
@@ -362,8 +404,7 @@ def test_adapters_of_several_ranks_and_scalings_are_those_of_learning(model, tok
     path = tmp_path / "lora.json"
     path.write_text('{"r": 8, "rank_pattern": {"q_proj": 12}, "alpha_pattern": {"v_proj": 40.0}, "use_rslora": true}')
     agents, args = make_ppo(model, tokenizer, lora_config=str(path), lora_rank=16, lora_alpha=32.0)
-    for agent in agents:
-        ppo_llm.hand_over(agent, args)  # which compares log-probabilities
+    agents[0].engine.hand_over_adapters(agents)  # which compares log-probabilities
 
 
 @pytest.mark.parametrize("content", ['{"r": 8, "use_dora": true}', '{"r": 8, "modules_to_save": ["lm_head"]}'])

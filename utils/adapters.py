@@ -1,7 +1,10 @@
 """LoRA adapters of many agents on one frozen base, for ppo_llm.py; read from safetensors and JSON only.
 
-In one peft.PeftModel agent i has the adapters agent_<i>_actor, agent_<i>_critic and, where the reference is separate,
-agent_<i>_reference. The base's weights are neither changed nor written. A run's folder has, for each agent,
+What utils ask of an agent: `model`, a peft.PeftModel, `base_name` and `tokenizer`, which all agents share; `actor`, an
+Adapter; if there are any, `critic` and `reference`, Adapters too, and `value_head`; and `optimizers`, `schedules` and
+`num_skipped`, as utils/checkpoint.py has them. In the model agent i has the adapters agent_<i>_actor, agent_<i>_critic
+and, where the reference is separate, agent_<i>_reference. The base's weights are neither changed nor written. A run's
+folder has, for each agent,
 
     agent_<i>/actor/, critic/, reference/    adapters in peft's own format: PeftModel.from_pretrained opens them
     agent_<i>/value_head.safetensors, base.json, the tokenizer, and optimizer.safetensors with optimizer.json
@@ -83,20 +86,47 @@ def copy_adapter(model, source, target):
         old.copy_(new)
 
 
+class Adapter(str):
+    """The name of an adapter, and the PeftModel that has it; the empty name is the base without any."""
+
+    def __new__(cls, model, name):
+        adapter = super().__new__(cls, name)
+        adapter.model = model
+        return adapter
+
+
 @contextlib.contextmanager
 def active(model, name):
-    """Within it the base has the adapter of that name (None: none)."""
-    if name is None:
+    """Within it the base has the adapter of that name (none, or an empty name: no adapter).
+
+    peft lets only the adapter that is on learn. Here all that learned before still does, so that losses of several
+    adapters can be added up and differentiated together.
+    """
+    if name and model.active_adapter == name:
+        yield
+        return
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name:
+        model.set_adapter(name)
+        let_learn(model, learning)
+        yield
+    else:
         with model.disable_adapter():
             yield
-        return
-    if model.active_adapter != name:
-        model.set_adapter(name)
-    yield
+        let_learn(model, learning)
+
+
+def let_learn(model, learning):
+    """Let these parameters learn, but not a reference that is on, which peft lets learn too."""
+    for parameter in learning:
+        parameter.requires_grad_(True)
+    if model.active_adapter.endswith("_reference"):
+        for parameter in parameters(model, model.active_adapter):
+            parameter.requires_grad_(False)
 
 
 def forward(model, name, **inputs):
-    """The base's output, as causal_lm.forward gives it, under the adapter of that name (None: under none)."""
+    """The base's output, as causal_lm.forward gives it, under the adapter of that name (none: without any)."""
     with active(model, name):
         return causal_lm.forward(model.get_base_model(), **inputs)
 
@@ -108,20 +138,40 @@ def hidden_states(model, name, **inputs):
         return sharding.call_inside(base, lambda: causal_lm.forward(base.base_model, **inputs).hidden_states)
 
 
+def checkpoint_gradients(model):
+    """Keep less of forward passes; what is computed again in the backward pass is under the adapter of the forward."""
+
+    def contexts():
+        name = model.active_adapter
+        return contextlib.nullcontext(), active(model, name)
+
+    options = {"use_reentrant": False, "context_fn": contexts}
+    model.get_base_model().gradient_checkpointing_enable(options)
+
+
 def shard_base(model):
     """Let each process keep its part of the base, in place. The adapters stay whole: they are small."""
     whole = [parameter for name, parameter in model.named_parameters() if is_of_adapter(name)]
     sharding.shard_model(model.get_base_model(), whole)
 
 
-def set_training(model, training):
-    """Switch LoRA's dropout and gradient checkpointing, which are for learning; the base stays in eval mode.
+@contextlib.contextmanager
+def training(model):
+    """Within it LoRA's dropout and gradient checkpointing, which are for learning, are on; the base stays in eval mode.
 
-    What was computed with them on is to be differentiated before they are switched off.
+    What is computed in it is to be differentiated in it.
     """
+    modules = []
     for name, module in model.named_modules():
         if "lora_dropout" in name or isinstance(module, GradientCheckpointingLayer):
-            module.training = training
+            modules.append(module)
+    for module in modules:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = False
 
 
 def adapter_state(model, name):
@@ -152,7 +202,8 @@ def save_agent(final, i, agent, base, with_optimizer):
     for role in ROLES:
         if f"agent_{i}_{role}" in agent.model.peft_config:
             save_adapter(aside / role, agent.model, f"agent_{i}_{role}", agent.base_name)
-    save_tensors(agent.value_head.state_dict(), aside / HEAD)
+    if hasattr(agent, "value_head"):
+        save_tensors(agent.value_head.state_dict(), aside / HEAD)
     agent.tokenizer.save_pretrained(aside)
     (aside / BASE).write_text(json.dumps(base, indent=2))
     if with_optimizer:
@@ -287,5 +338,6 @@ def load_agents(folder, agents):
         for role in ROLES:
             if f"agent_{i}_{role}" in model.peft_config:
                 load_adapter(path / role, model, f"agent_{i}_{role}")
-        load_head(path / HEAD, agent.value_head)
+        if hasattr(agent, "value_head"):
+            load_head(path / HEAD, agent.value_head)
         load_optimizer(path, agent.optimizers[0])

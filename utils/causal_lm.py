@@ -69,6 +69,11 @@ def forward(
     return Output(last(out.get("logits"), keep), last(hidden_states(out), keep), out.get(cache_name))
 
 
+def autocast(model):
+    """Within it forward passes run in the model's mixed precision, which `forward` sees to for a single pass."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=getattr(model, "mixed_precision", "no") == "bf16")
+
+
 def forward_unpadded(model, input_ids, attention_mask, cache, keep, hidden):
     """As `forward`, for a model that reads padding as text."""
     ids = input_ids if cache is None else torch.cat([cache.ids, input_ids], 1)
@@ -88,7 +93,8 @@ def call(model, input_ids, keep, hidden, options):
         options["logits_to_keep"] = keep
     if hidden:
         options["output_hidden_states"] = True
-    return model(input_ids=input_ids, **options)
+    with autocast(model):
+        return model(input_ids=input_ids, **options)
 
 
 @functools.cache
@@ -134,7 +140,9 @@ def in_float32(x):
     return x.float() if torch.is_tensor(x) and x.is_floating_point() else x
 
 
-AttentionInterface.register("sdpa", attend)  # for all models of transformers
+def register_attention():
+    """Let all models of transformers that are asked for SDPA take `attend`."""
+    AttentionInterface.register("sdpa", attend)
 
 
 # --- A cache with room ------------------------------------------------------------------------------------------------
@@ -189,6 +197,14 @@ PROMPTS = (2, 5, 9)  # lengths that are tried, in tokens
 STEPS = 4  # tokens after a prompt
 LARGEST_ERROR = 1e-3  # on average, in standard deviations of what is right
 LARGEST_ERROR_IN_HALF_PRECISION = 0.05
+
+
+def prepare(model, name, mixed_precision="no"):
+    """Make a model ready for `forward`: its attention, what it can't do with padding, and its mixed precision."""
+    register_attention()
+    check_padding(model, name)
+    model.mixed_precision = mixed_precision
+    model.base_model.mixed_precision = mixed_precision
 
 
 @torch.no_grad()

@@ -1,5 +1,18 @@
 """Checkpoints: written aside and renamed, checked by SHA-256, read without running code; and the agents' own folders.
 
+What utils ask of an agent that is a model, here and in utils/run.py:
+
+    actor         a transformers model, which is written and read
+    tokenizer     beside it
+    optimizers    a list of AdamW
+    schedules     a list of torch's learning-rate schedules, stepped once an update
+    num_skipped   gradients running that were not finite; it may be left out, and so may
+    critic        a transformers model, or None
+    value_head    a module
+    reference     the initial model; with it a run is not resumed with another one
+
+What agents of adapters have in their place, utils/adapters.py says.
+
 <run>/checkpoints/update_<n> is the state of a run after n updates: folders agent_<i> with agents and optimisers,
 state.json with counts and random generators, manifest.json with size and SHA-256 of every other file.
 """
@@ -150,7 +163,7 @@ def restore_random_state(state, generator):
 
 
 def save_agents(folder, agents, checkpoint=False):
-    """Write each agent's `actor` and `tokenizer` as a Hugging Face folder agent_<i>, value head and critic beside them.
+    """Write each agent's `actor` and `tokenizer` as a Hugging Face folder agent_<i>; value head and critic beside them.
 
     A checkpoint has their optimizers too, and the fingerprints of their references, the initial models. A folder is
     whole or not there: it is written aside, then renamed. Where models are sharded, all processes call it, to send
@@ -162,16 +175,17 @@ def save_agents(folder, agents, checkpoint=False):
         if is_main():
             shutil.rmtree(aside, ignore_errors=True)
         save_model(agent.actor, aside)
-        if agent.critic is not None:
+        if getattr(agent, "critic", None) is not None:
             save_model(agent.critic, aside / "critic")
         if checkpoint:
-            base = {"fingerprint": fingerprint(agent.reference)}
+            base = {"fingerprint": fingerprint(agent.reference) if hasattr(agent, "reference") else None}
             for k, optimizer in enumerate(agent.optimizers):
                 save_optimizer(aside, optimizer, f"optimizer_{k}")
         if not is_main():
             continue
         agent.tokenizer.save_pretrained(aside)
-        save_tensors(agent.value_head.state_dict(), aside / HEAD)
+        if hasattr(agent, "value_head"):
+            save_tensors(agent.value_head.state_dict(), aside / HEAD)
         if checkpoint:
             (aside / BASE).write_text(json.dumps(base))
         remove(final)
@@ -189,12 +203,14 @@ def load_agents(folder, agents):
     """Give the agents what save_agents wrote in a checkpoint. Raises UserError where it is of other models."""
     for i, agent in enumerate(agents):
         path = Path(folder) / f"agent_{i}"
-        if read_json(path / BASE).get("fingerprint") != fingerprint(agent.reference):
+        here = fingerprint(agent.reference) if hasattr(agent, "reference") else None
+        if read_json(path / BASE).get("fingerprint") != here:
             raise UserError(f"--resume: the run of {folder} began with another model than agent {i} has here")
         load_weights(path, agent.actor)
-        if agent.critic is not None:
+        if getattr(agent, "critic", None) is not None:
             load_weights(path / "critic", agent.critic)
-        load_head(path / HEAD, agent.value_head)
+        if hasattr(agent, "value_head"):
+            load_head(path / HEAD, agent.value_head)
         for k, optimizer in enumerate(agent.optimizers):
             load_optimizer(path, optimizer, f"optimizer_{k}")
 

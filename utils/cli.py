@@ -121,15 +121,36 @@ Settings = Annotated[  # of a library: a dict of JSON values, KEY=VALUE ... on t
 ]
 
 
-def check_needs(args, needs):
-    """Raise UserError for a flag that has no effect: `needs` has, by its name, that of the flag that is to be on.
+def needs(*others, default=None):
+    """The default of a flag that has no effect without others, which are named; `dict` is an empty one."""
+    return void_flag(default, [(other, False) for other in others])
+
+
+def not_with(*others, default=None):
+    """The default of a flag that has no effect beside others, which are named."""
+    return void_flag(default, [(other, True) for other in others])
+
+
+def void_flag(default, conditions):
+    value = {"default_factory": dict} if default is dict else {"default": default}
+    return dataclasses.field(**value, metadata={"void": conditions})
+
+
+def check_needs(args, more=None):
+    """Raise UserError for a flag that has no effect, by its default from `needs` or `not_with`, or {name: other}.
 
     A flag counts where it is not its default; the other is off where it is None, False, 0 or empty.
     """
     default = type(args)()
-    for name, other in needs.items():
-        if getattr(args, name) != getattr(default, name) and not getattr(args, other):
-            raise UserError(f"{flag_name(name)} has no effect without {flag_name(other)}")
+    for field in dataclasses.fields(args):
+        if getattr(args, field.name) != getattr(default, field.name):
+            conditions = list(field.metadata.get("void", ()))
+            if more and field.name in more:
+                conditions.append((more[field.name], False))
+            for other, void in conditions:
+                if bool(getattr(args, other)) == void:
+                    beside = "with" if void else "without"
+                    raise UserError(f"{flag_name(field.name)} has no effect {beside} {flag_name(other)}")
 
 
 # --- The command line -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from utils.cli import UserError, one_line
+from utils.cli import UserError, check_needs, flag_name, one_line
 
 # Under which names MPI's launchers announce a process: its rank, its rank on this machine, the number of processes
 MPI = [
@@ -83,6 +83,27 @@ def device_of(local_rank):
         raise UserError(f"each process takes a GPU; of {torch.cuda.device_count()} there is none for rank {local_rank}")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def check_flags(args, multiples=(), needs=None):
+    """Raise UserError for flags that have no effect, and for those that this number of processes can't follow.
+
+    `multiples` are the names of flags that take a multiple of the number of processes; `needs`, {name: other}, has
+    flags that need another one here.
+    """
+    check_needs(args, needs)
+    processes = world_size()
+    if args.shard and processes == 1:
+        raise UserError("--shard takes several processes, and this is one: start them with torchrun, or add --no-shard")
+    for name in multiples:
+        if getattr(args, name) % processes:
+            takes = f"a multiple of {processes} processes"
+            raise UserError(f"{flag_name(name)} takes {takes}, got {getattr(args, name)}")
+
+
+def generator(seed, device):
+    """A random generator of torch of this process's own: those of the same seed differ by the rank."""
+    return torch.Generator(device).manual_seed(seed + 1_000_003 * rank())
 
 
 def rank():

@@ -16,7 +16,6 @@ import random
 import shutil
 import tempfile
 import warnings
-from dataclasses import field
 from pathlib import Path
 
 import numpy
@@ -25,8 +24,11 @@ from transformers import set_seed
 from transformers.core_model_loading import revert_weight_conversion
 
 from utils import distributed
+from utils.causal_lm import forward
 from utils.checkpoint import fingerprint, is_of_adapter, plain
-from utils.cli import Settings, UserError, check_needs, flags, one_line
+from utils.cli import Settings, UserError, flags, needs, one_line
+from utils.prompts import end_tokens
+from utils.sharding import whole_models
 
 ENVIRONMENT = {  # variables of vLLM, where the user has not set them
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -61,13 +63,13 @@ class VllmArgs:
     """Sampling with vLLM."""
 
     use_vllm: bool = False  # sample with vLLM, an engine in each process; see docs/many_devices.md
-    vllm_config: Settings = field(default_factory=dict)  # settings of vLLM's engine, JSON values by name
-    sampler_correction: bool = True  # weigh a token's loss by its probability here / by vLLM's, at most 2
+    vllm_config: Settings = needs("use_vllm", default=dict)  # settings of vLLM's engine, JSON values by name
+    # weigh a token's loss by its probability here / by vLLM's, at most 2
+    sampler_correction: bool = needs("use_vllm", default=True)
 
 
 def check_vllm_args(args):
     """Raise UserError where vLLM is asked for and is not there, or does not have its settings."""
-    check_needs(args, {"vllm_config": "use_vllm", "sampler_correction": "use_vllm"})
     if not args.use_vllm:
         return
     if importlib.util.find_spec("vllm") is None:
@@ -81,8 +83,9 @@ def check_vllm_args(args):
 
 
 def max_length(config, args):
-    """The most tokens that a prompt and its response may have together, or None: of the model, or of vLLM."""
+    """The most tokens that a model may read, or None: by its configuration, vLLM's settings, and --max-model-len."""
     limits = [getattr(config.get_text_config(), "max_position_embeddings", None), args.vllm_config.get("max_model_len")]
+    limits.append(getattr(args, "max_model_len", None))
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
@@ -96,16 +99,40 @@ def load_vllm():
         import vllm
         import vllm._custom_ops
         import vllm.lora.request
+        import vllm.model_executor.layers.utils
     except Exception as error:
         raise UserError(f"--use-vllm: vLLM can't be imported: {one_line(error)}") from error
     vllm._custom_ops._supports_onednn = False  # it would pack weights, on CPUs
+    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *_: False  # so would this, in bfloat16, with AMX
     return vllm
 
 
 engines = {}  # of this process; they stay, as one that ends leaves the group of all processes
 
 
-def get_engine(model, args, longest=None, rank=None, num_adapters=0):
+def get_adapter_engine(model, args, longest, num_adapters):
+    """An engine of vLLM for so many adapters of one configuration on one base, of a PeftModel. Raises UserError."""
+    base = model.get_base_model()
+    config = next(iter(model.peft_config.values()))
+    if base.device.type == "cuda" and args.dtype == "float32" and args.mixed_precision == "no":
+        raise UserError("--use-vllm takes adapters in bfloat16 on a GPU: add --mixed-precision bf16")
+    for name in NOT_IN_VLLM:
+        if getattr(config, name):
+            raise UserError(f"--use-vllm takes no adapters with {name}, which vLLM does not have")
+    rank = max([config.r, *config.rank_pattern.values()])
+    return find_engine(base, args, longest, rank, num_adapters)
+
+
+def get_engine(model, args, new_tokens):
+    """An engine of vLLM for models of one configuration; `new_tokens` is the name of the flag for a response's length.
+
+    Raises UserError.
+    """
+    longest = args.max_prompt_length and args.max_prompt_length + getattr(args, new_tokens)
+    return find_engine(model, args, longest)
+
+
+def find_engine(model, args, longest=None, rank=None, num_adapters=0):
     """An engine of vLLM for models of one configuration, or for the adapters on one base. Raises UserError.
 
     `longest`: tokens that prompt and response may have together, None for the model's own limit. With `rank` it takes
@@ -132,7 +159,8 @@ def get_engine(model, args, longest=None, rank=None, num_adapters=0):
     shape = config.to_dict() | {"_name_or_path": None}
     key = json.dumps([shape, settings, base], sort_keys=True, default=str)
     if key not in engines:
-        engines[key] = Engine(model, config, settings)
+        with whole_models([model]):
+            engines[key] = Engine(model, config, settings)
     return engines[key]
 
 
@@ -156,6 +184,28 @@ class Engine:
             raise UserError(f"--use-vllm: the engine does not start: {reason}") from error
         weights.clear()
         atexit.register(self.llm.llm_engine.engine_core.shutdown)  # before the processes part
+
+    @torch.no_grad()
+    def hand_over(self, model):
+        """Give the engine a model's weights. Raises UserError where it then does not compute what the model does."""
+        self.load_weights(model)
+        self.check(lambda ids: forward(model, ids, keep=1).logits[:, -1])
+
+    @torch.no_grad()
+    def hand_over_adapters(self, agents):
+        """Give the engine the actors of agents on one base. Raises UserError where it then computes something else."""
+        from utils import adapters  # which needs peft
+
+        for i, agent in enumerate(agents):
+
+            def save(path, agent=agent):
+                adapters.save_adapter(path, agent.model, agent.actor, agent.base_name)
+
+            def next_logits(ids, agent=agent):
+                return adapters.forward(agent.model, agent.actor, input_ids=ids, keep=1).logits[:, -1]
+
+            self.load_adapter(i, save)
+            self.check(next_logits, i)
 
     def load_weights(self, model):
         """Replace all weights by a model's."""
@@ -199,12 +249,23 @@ class Engine:
             reason = f"log-probabilities differ by {mean:.2g} nats on average, and {largest:g} is allowed"
             raise UserError(f"--use-vllm: the weights in the engine are not those that were handed over: {reason}")
 
-    def sample(self, prompts, settings, generator, adapters=None):
+    def sample(self, prompts, max_tokens, end_ids, args, generator, greedy=False, adapters=None):
         """Continue prompts, lists of ids: of each the new ids, and their log-probabilities as they were sampled.
 
-        `settings` are those of vllm.SamplingParams, `adapters` has the number of an adapter for each prompt. At
-        temperature 0 nothing is drawn from the generator. Raises UserError where vLLM can't do so.
+        `args` has temperature, top_p, top_k and, if it likes, more of vllm.SamplingParams. `greedy`: the likeliest
+        tokens, for which nothing is drawn from the generator. `adapters` has the number of one for each prompt. Raises
+        UserError where vLLM can't do so.
         """
+        settings = {
+            "max_tokens": max_tokens,
+            "min_tokens": getattr(args, "min_output_tokens", 0),
+            "stop_token_ids": end_ids,
+            "temperature": 0.0 if greedy else args.temperature,
+            "top_p": args.top_p,
+            "top_k": args.top_k,
+            "min_p": getattr(args, "min_p", 0.0),
+            "repetition_penalty": getattr(args, "repetition_penalty", 1.0),
+        }
         most = self.llm.model_config.max_model_len
         longest = max(len(prompt) for prompt in prompts)
         if longest + settings["max_tokens"] > most:
@@ -214,7 +275,8 @@ class Engine:
             raise UserError(f"--use-vllm takes a temperature from {LEAST_TEMPERATURE}, got {settings['temperature']}")
         seed = 0
         if settings["temperature"] > 0:
-            seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
+            device = generator.device if generator else None
+            seed = int(torch.randint(2**31, (1,), generator=generator, device=device))
         response_ids = []
         logprobs = []
         for output in self.generate(prompts, settings | {"logprobs": 0}, seed, adapters):
@@ -222,6 +284,17 @@ class Engine:
             response_ids.append(ids)
             logprobs.append([entry[token].logprob for entry, token in zip(output.logprobs, ids)])
         return response_ids, logprobs
+
+    def respond(self, agents, transcripts, max_tokens, args, generator, greedy=False):
+        """Let each of N agents add a response to each of its transcripts, N lists, in one batch."""
+        every = [transcript for own in transcripts for transcript in own]
+        numbers = [i for i, own in enumerate(transcripts) for _ in own]
+        end_ids = end_tokens(agents[0].model, agents[0].tokenizer)
+        prompt_ids = [transcript.ids for transcript in every]
+        responses = self.sample(prompt_ids, max_tokens, end_ids, args, generator, greedy, numbers)
+        for transcript, ids, logprobs in zip(every, *responses):
+            text = agents[0].tokenizer.decode(ids, skip_special_tokens=True)
+            transcript.add_response(ids, logprobs, text)
 
     def generate(self, prompts, settings, seed, adapters=None):
         """What vLLM makes of the prompts."""

@@ -31,14 +31,16 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from utils.adapters import add_adapters, check_base, load_adapter
 from utils.cli import UserError, command_line, flags, one_line
+from utils.engine import max_length
 from utils.envs import Games, load_env
 from utils.files import WriteError, read_json, read_rows, write_whole
 from utils.lora import read_config
 from utils.models import check_model, load_model, load_tokenizer, per_agent
-from utils.prompts import end_tokens, render, reply
+from utils.prompts import end_tokens, pad_left, render, reply
 from utils.report import draw_curves
-from utils.tasks import fit_prompts, load_items, load_task, truncate
+from utils.tasks import load_items, load_task
 from utils.tasks.episodes import Episodes, call
+from utils.tasks.lengths import fit_prompts, prompt_limit
 
 TEAMS = ("untouched", "trained")
 ROWS = 64  # prompts answered at once
@@ -71,6 +73,7 @@ ABSENT = {
     "max_steps": None,
     "max_prompt_length": None,
     "long_prompts": "drop",
+    "vllm_config": {},
 }
 
 
@@ -99,6 +102,11 @@ class Writer:
     model: Any
     tokenizer: Any
     adapter: str | None = None
+
+    @property
+    def has_adapters(self):
+        """Whether it is of a run of adapters, though none may be on."""
+        return isinstance(self.model, peft.PeftModel)
 
 
 def read_run(run):
@@ -178,8 +186,8 @@ def load_teams(run, args):
 
 
 @torch.no_grad()
-def respond(writer, ids, mask, args):
-    """Continue B prompts, [B, P] with their mask: B lists of new ids, of which the last may be an end."""
+def respond(writer, rows, args):
+    """Continue B prompts, lists of ids: B lists of new ids, of which the last may be an end."""
     model = writer.model
     ends = end_tokens(model, writer.tokenizer)
     config = {
@@ -197,19 +205,20 @@ def respond(writer, ids, mask, args):
             "top_k": args.top_k,
             "min_p": args.min_p or None,
         }
+    ids, mask = pad_left(rows, writer.tokenizer, model.device)
     ids = torch.where(mask > 0, ids, ids.gather(1, mask.argmax(1, keepdim=True)))  # no padding to be penalised
     responses = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(ids.device.type, torch.bfloat16, args.mixed_precision == "bf16"))
-        if isinstance(model, peft.PeftModel):
+        if writer.has_adapters:
             if writer.adapter:
                 model.set_adapter(writer.adapter)
             else:
                 stack.enter_context(model.disable_adapter())
             model = model.get_base_model()
         model.generation_config = transformers.GenerationConfig(**config)  # in place of what came with the model
-        for rows, attention in zip(ids.split(ROWS), mask.split(ROWS)):
-            responses += model.generate(input_ids=rows, attention_mask=attention)[:, ids.shape[1] :].tolist()
+        for some_ids, some_mask in zip(ids.split(ROWS), mask.split(ROWS)):
+            responses += model.generate(input_ids=some_ids, attention_mask=some_mask)[:, ids.shape[1] :].tolist()
     return [up_to_end(response, ends) for response in responses]
 
 
@@ -221,87 +230,79 @@ def up_to_end(ids, ends):
     return ids
 
 
-def pad(rows, writer):
-    """B lists of ids as ids and mask [B, P], left-padded, on the model's device."""
-    padded = writer.tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt").to(writer.model.device)
-    return padded.input_ids, padded.attention_mask
+def limit_of(writer, args):
+    """The PromptLimit of a model."""
+    longest = "max_output_tokens" if hasattr(args, "max_output_tokens") else "max_new_tokens"
+    return prompt_limit(writer.model.config, args, longest)
 
 
-def room_of(writer):
-    """The positions that a model has."""
-    config = writer.model.config.get_text_config()
-    return getattr(config, "max_position_embeddings", None) or writer.tokenizer.model_max_length
+def encode(writer, prompts, args):
+    """Token ids of prompts, strings with special tokens included. Raises UserError where there is no room."""
+    return limit_of(writer, args).encode(prompts, writer.tokenizer)
 
 
-def prompt_limit(writer, args):
-    """The most tokens of a prompt."""
-    return args.max_prompt_length or room_of(writer) - args.max_new_tokens
+def play(team, episodes, args):
+    """Play Episodes of a task, or Games, turn by turn, as the run's script does: a dict for each.
+
+    An agent on adapters reads on in its transcript of an episode, any other a prompt of its own in each turn.
+    """
+    on_adapters = team[0].has_adapters
+    room = max_length(team[0].model.config, args) or math.inf
+    ids = [{} for _ in team]  # of each agent: what it has read and written, by episode
+    rewards = [[[] for _ in team] for _ in episodes.prompt_history]
+    running = [k for k in range(len(rewards)) if k not in episodes.dropped]
+    for turn in range(args.num_turns):
+        if not running:
+            break
+        prompts = []
+        texts = []
+        for i, (writer, own) in enumerate(zip(team, ids)):
+            if on_adapters and turn > 0:
+                prompts.append([episodes.messages(k)[i] for k in running])
+            else:
+                prompts.append(episodes.prompts(i, running, writer.tokenizer))
+                own.update(zip(running, encode(writer, prompts[i], args)))
+            responses = respond(writer, [own[k] for k in running], args)
+            for k, response in zip(running, responses):
+                own[k] = own[k] + response
+            texts.append(writer.tokenizer.batch_decode(responses, skip_special_tokens=True))
+        raw_rewards, _ = episodes.reward_func(running, prompts, texts)
+        answered = running
+        running = []
+        for k, agent_rewards in zip(answered, zip(*raw_rewards)):
+            for earned, reward in zip(rewards[k], agent_rewards):
+                earned.append(reward)
+            if k in episodes.truncated or is_last(turn, agent_rewards, args):
+                continue
+            next_prompts = episodes.external_transition(k)
+            if next_prompts is None:
+                continue
+            episodes.add_prompts(k, next_prompts)
+            if on_adapters:
+                for writer, own, message in zip(team, ids, episodes.messages(k)):
+                    own[k] = own[k] + reply(message, own[k][-1], writer.tokenizer)
+            if not on_adapters or max(len(own[k]) for own in ids) + args.max_new_tokens <= room:
+                running.append(k)
+    episodes.finish()
+    played = []
+    for k, responses in enumerate(episodes.response_history):
+        prompts = []
+        for own, own_responses in zip(episodes.prompt_history[k], responses):
+            prompts.append([last_message(prompt) for prompt in own[: len(own_responses)]])
+        note = episodes.dropped[k] if k in episodes.dropped else None
+        played.append(episode(rewards[k], prompts, responses, note))
+    return played
 
 
-def write(writer, prompts, args):
-    """The responses to B prompts, strings with special tokens included. Raises UserError where there is no room."""
-    rows = writer.tokenizer(prompts, add_special_tokens=False).input_ids
-    if args.long_prompts == "truncate":
-        rows = [truncate(ids, prompt_limit(writer, args), writer.tokenizer) for ids in rows]
-    longest = max(map(len, rows))
-    room = room_of(writer)
-    if longest + args.max_new_tokens > room:
-        raise UserError(f"{args.max_new_tokens} tokens after a prompt of {longest} exceed the model's {room} positions")
-    responses = respond(writer, *pad(rows, writer), args)
-    return writer.tokenizer.batch_decode(responses, skip_special_tokens=True)
+def is_last(turn, agent_rewards, args):
+    """Whether an episode ends after a turn with these rewards of the agents."""
+    threshold = args.early_termination_threshold
+    good_enough = threshold is not None and sum(agent_rewards) / len(agent_rewards) > threshold
+    return good_enough or turn + 1 == args.num_turns
 
 
-def play_task(team, task, items, args):
-    """An episode of each item."""
-    limits = {"threshold": args.early_termination_threshold, "timeout": args.reward_timeout}
-    episodes = Episodes(task, items, len(team), args.num_turns, **limits)
-    rewards = [[[] for _ in team] for _ in items]
-    while episodes.running:
-        numbers = list(episodes.running)
-        prompts = [episodes.prompts(i, writer.tokenizer) for i, writer in enumerate(team)]
-        responses = [write(writer, texts, args) for writer, texts in zip(team, prompts)]
-        team_rewards, _ = episodes.score(responses, prompts)
-        for i, agent_rewards in enumerate(team_rewards):
-            for k, reward in zip(numbers, agent_rewards):
-                rewards[k][i].append(reward)
-    prompts = [[list(map(last_message, agent)) for agent in of_item] for of_item in episodes.prompt_history]
-    return [episode(*histories) for histories in zip(rewards, prompts, episodes.response_history)]
-
-
-def play_env(team, factory, items, args):
-    """An episode of each item, a seed, of one agent, whose prompts are the observations."""
-    games = Games(factory, [item["seed"] for item in items], args.num_turns, args.reward_timeout)
-    (writer,) = team
-    tokenizer = writer.tokenizer
-    room = min(args.max_model_len or room_of(writer), room_of(writer))
-    transcripts = [[] for _ in items]  # ids
-    prompts = [[] for _ in items]
-    responses = [[] for _ in items]
-    while games.running:
-        playing = list(games.running)
-        for k in playing:
-            prompts[k].append(games.observations[k])
-            if not transcripts[k]:
-                first = render([{"role": "user", "content": prompts[k][0]}], tokenizer)
-                transcripts[k] = tokenizer(first, add_special_tokens=False).input_ids
-        new_ids = respond(writer, *pad([transcripts[k] for k in playing], writer), args)
-        texts = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
-        games.step(texts)
-        for k, ids, text in zip(playing, new_ids, texts):
-            responses[k].append(text)
-            if k in games.running:
-                transcripts[k] = transcripts[k] + ids + reply(games.observations[k], ids[-1], tokenizer)
-                if len(transcripts[k]) + args.max_new_tokens > room:
-                    games.stop(k)
-    episodes = []
-    for k in range(len(items)):
-        episodes.append(episode([games.rewards[k]], [prompts[k]], [responses[k]], games.dropped.get(k)))
-    return episodes
-
-
-def play_prompt(team, task, items, args):
+def play_prompt(team, task, item, args):
     """Each agent's response to a prompt of the user's, put as the task puts an item's where it can."""
-    (item,) = items
     prompts = []
     responses = []
     formatters = getattr(task, "formatters", None)
@@ -312,8 +313,9 @@ def play_prompt(team, task, items, args):
             formatted = call(formatter, item, agent=i, num_agents=len(team))
             prompt = formatted if item["prompt"] in last_message(formatted) else prompt
         prompts.append([last_message(prompt)])
-        responses.append(write(writer, [render(prompt, writer.tokenizer)], args))
-    return [episode([[] for _ in team], prompts, responses, "a prompt of your own has none")]
+        ids = respond(writer, encode(writer, [render(prompt, writer.tokenizer)], args), args)
+        responses.append(writer.tokenizer.batch_decode(ids, skip_special_tokens=True))
+    return episode([[] for _ in team], prompts, responses, "a prompt of your own has none")
 
 
 def last_message(prompt):
@@ -339,29 +341,33 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None):
     if prompt is not None and (not prompt.strip() or prompt != prompt.encode(errors="replace").decode()):
         raise UserError(f"--prompt takes a text, got {one_line(ascii(prompt), 80)}")
     if args.task:
-        play = play_task
         subject = load_task(args.task, args.num_agents, args.num_turns)
-        held_out = load_items(subject, args, args.seed, 0)[1] if prompt is None else []
-        chosen = held_out
     else:
-        play = play_env
         subject, _ = load_env(args.env, args.num_turns)
-        chosen = [{"seed": 500_000 + 1_000_000 * args.seed + k} for k in range(items)]
     if prompt is not None:
-        play = play_prompt
         chosen = [{"prompt": prompt}]
+    elif args.task:
+        chosen = load_items(subject, args, args.seed, 0)[1]
+    else:
+        chosen = [{"seed": 500_000 + 1_000_000 * args.seed + k} for k in range(items)]
     if not chosen:
         raise UserError(f"--task {args.task} has no held-out items; --prompt takes one of your own")
     teams = load_teams(run, args)
     if args.task and prompt is None:
-        readers = [(writer.tokenizer, prompt_limit(writer, args)) for writer in teams[0]]
-        _, held_out = fit_prompts(subject, args, readers, 0, [], held_out)
+        readers = [(writer.tokenizer, limit_of(writer, args)) for writer in teams[0]]
+        _, held_out = fit_prompts(subject, args, readers, 0, [], chosen)
         chosen = [held_out[k] for k in range(min(items, len(held_out)))]
-    episodes = []
+    shown = []
     for team in teams:
         transformers.set_seed(seed)
-        episodes.append(play(team, subject, chosen, args))
-    return [{"item": item} | dict(zip(TEAMS, pair)) for item, *pair in zip(chosen, *episodes)]
+        if prompt is not None:
+            shown.append([play_prompt(team, subject, chosen[0], args)])
+        elif args.task:
+            episodes = Episodes(subject, chosen, args.num_agents, args.num_turns, args.reward_timeout)
+            shown.append(play(team, episodes, args))
+        else:
+            shown.append(play(team, Games(subject, chosen, args.reward_timeout), args))
+    return [{"item": item} | dict(zip(TEAMS, pair)) for item, *pair in zip(chosen, *shown)]
 
 
 # --- Showing ----------------------------------------------------------------------------------------------------------

@@ -1,14 +1,20 @@
 """Models and tokenizers in: ordinary Hugging Face folders or hub names, safetensors and JSON only."""
 
 import contextlib
+import copy
+from dataclasses import field
 from pathlib import Path
+from typing import Literal
 
 import huggingface_hub
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from pydantic import PositiveInt
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from utils.cli import UserError, flag_name, one_line, write_settings
+from utils import causal_lm
+from utils.cli import Settings, UserError, flag_name, flags, needs, not_with, one_line, write_settings
 from utils.distributed import say
 
 
@@ -83,6 +89,7 @@ def from_pretrained(auto_class, path, *, attn_implementation, **options):
 
     A model without the attention that is asked for comes with the one that it has, and that is said.
     """
+    causal_lm.register_attention()
     try:
         return auto_class.from_pretrained(
             path, attn_implementation=attn_implementation, use_safetensors=True, **options
@@ -96,11 +103,19 @@ def from_pretrained(auto_class, path, *, attn_implementation, **options):
     return model
 
 
-def load_model(name, flag, dtype="float32", attn_implementation="sdpa", trust_remote_code=False, settings=None):
-    """The causal language model of a folder or of the hub, in eval mode. Raises UserError."""
+def load_model(
+    name,
+    flag,
+    dtype="float32",
+    attn_implementation="sdpa",
+    trust_remote_code=False,
+    settings=None,
+    auto_class=AutoModelForCausalLM,
+):
+    """A model of a folder or of the hub, frozen and in eval mode. Raises UserError."""
     with loading(flag, name) as path:
         model = from_pretrained(
-            AutoModelForCausalLM,
+            auto_class,
             path,
             dtype=getattr(torch, dtype),
             attn_implementation=attn_implementation,
@@ -111,12 +126,162 @@ def load_model(name, flag, dtype="float32", attn_implementation="sdpa", trust_re
 
 
 def load_tokenizer(name, flag, trust_remote_code=False, settings=None):
-    """A model's tokenizer, with a pad token. Raises UserError."""
-    try:
+    """A model's tokenizer, with a padding token. Raises UserError."""
+    with loading(flag, name) as path:
         options = place(settings or {})
-        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **options)
-    except Exception as error:
-        raise UserError(f"{flag} {name} has no tokenizer that can be loaded: {error}") from error
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+    return add_padding(tokenizer, flag)
+
+
+def add_padding(tokenizer, flag):
+    """A tokenizer, with its end token for padding where it has none. Raises UserError where it has neither."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise UserError(f"{flag}: its tokenizer has neither a padding token nor an end token")
     return tokenizer
+
+
+# --- A team's models --------------------------------------------------------------------------------------------------
+
+
+@flags
+class LoadingArgs:
+    """How models are loaded, and computed."""
+
+    model_config: Settings = field(default_factory=dict)  # settings that actors are loaded with, JSON values by name
+    dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the models' weights
+    mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass, not attention on a CPU
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
+    trust_remote_code: bool = False  # run code that comes with a hub model
+    shard: bool = False  # let each of several processes hold a part of every model, in place of whole ones (FSDP)
+
+
+@flags
+class CriticArgs:
+    """The critics: value heads on the actors, or models of their own."""
+
+    use_separate_critic: bool = False  # give each agent a critic model of its own, instead of a value head on its actor
+    # what separate critics start from, one or one each; none: --model
+    critic_model_name_or_path: tuple[str, ...] = needs("use_separate_critic", default=())
+    # settings that critics of that name are loaded with
+    critic_model_config: Settings = needs("critic_model_name_or_path", default=dict)
+    # hidden units of a separate critic's head; none: linear
+    critic_value_head_hidden_dim: PositiveInt | None = needs("use_separate_critic")
+    # hidden units of the value head on an actor; none: linear
+    value_head_hidden_dim: PositiveInt | None = not_with("use_separate_critic")
+
+
+def check_models(names_flag, settings_flag, args, model=None, quantized=False):
+    """The configuration of each agent's model, of the names and settings in these flags; nothing is loaded.
+
+    `model` stands in for what the flag names. Raises UserError for a model that is not to be had, and for quantized
+    weights, where these are not taken.
+    """
+    settings = getattr(args, settings_flag)
+    if model is not None and settings:
+        raise UserError(f"{flag_name(settings_flag)} has no effect on a model that is loaded")
+    configs = []
+    for name in per_agent(flag_name(names_flag), getattr(args, names_flag), args.num_agents):
+        if model is None:
+            flag = flag_name(names_flag)
+            config = check_model(name, flag, args.trust_remote_code, settings, flag_name(settings_flag))
+        else:
+            config = model.config
+        is_quantized = "quantization_config" in settings or hasattr(config, "quantization_config")
+        if is_quantized and not quantized:
+            reason = "quantized weights can't learn; ppo_llm.py takes them, under adapters"
+            raise UserError(f"{flag_name(names_flag)} {name}: {reason}")
+        for flag in ("shard", "use_vllm"):
+            if is_quantized and getattr(args, flag):
+                raise UserError(f"{flag_name(flag)} takes a base that is not quantized")
+        configs.append(config)
+    return configs
+
+
+def load_models(names_flag, settings_flag, args, device, model=None):
+    """The model of each agent, frozen and in eval mode, as the flags name them; one of a name is one for all.
+
+    `model` stands in for what the flag names: it is copied. Raises UserError.
+    """
+    models = {}
+    names = per_agent(flag_name(names_flag), getattr(args, names_flag), args.num_agents)
+    for name in dict.fromkeys(names):
+        if model is None:
+            options = (args.dtype, args.attn_implementation, args.trust_remote_code, getattr(args, settings_flag))
+            models[name] = load_model(name, flag_name(names_flag), *options)
+        else:
+            models[name] = copy.deepcopy(model).eval().requires_grad_(False)
+        models[name].to(device)
+        causal_lm.prepare(models[name], name if model is None else "the model", args.mixed_precision)
+    return [models[name] for name in names]
+
+
+def load_tokenizers(args, tokenizer=None):
+    """The tokenizer of each agent, by its --model, with a padding token, or copies of `tokenizer`. Raises UserError."""
+    flag = flag_name("model")
+    tokenizers = {}
+    names = per_agent(flag, args.model, args.num_agents)
+    for name in dict.fromkeys(names):
+        if tokenizer is None:
+            tokenizers[name] = load_tokenizer(name, flag, args.trust_remote_code, args.model_config)
+        else:
+            tokenizers[name] = add_padding(copy.deepcopy(tokenizer), flag)
+    return [tokenizers[name] for name in names]
+
+
+def check_critics(args, readers):
+    """Raise UserError for a critic that is not to be had, or that does not know all tokens of the actor it judges.
+
+    `readers` has of each agent its tokenizer, and the limit of its prompts.
+    """
+    if not args.critic_model_name_or_path:
+        return
+    flag = flag_name("critic_model_name_or_path")
+    names = per_agent(flag, args.critic_model_name_or_path, args.num_agents)
+    configs = check_models("critic_model_name_or_path", "critic_model_config", args)
+    for name, config, (tokenizer, _) in zip(names, configs, readers):
+        size = config.get_text_config().vocab_size
+        if size < len(tokenizer):
+            raise UserError(f"{flag} {name} knows {size} tokens, the actor's tokenizer has {len(tokenizer)}")
+
+
+def load_critic(i, reference, args):
+    """The critic model of agent i, which learns, or None, where the critic is a head on the actor. Raises UserError.
+
+    It starts from the model that --critic-model-name-or-path names, or as a copy of the body of `reference`.
+    """
+    if not args.use_separate_critic:
+        return None
+    if not args.critic_model_name_or_path:
+        return copy.deepcopy(reference.base_model).requires_grad_(True)
+    flag = flag_name("critic_model_name_or_path")
+    name = per_agent(flag, args.critic_model_name_or_path, args.num_agents)[i]
+    options = (args.dtype, args.attn_implementation, args.trust_remote_code, args.critic_model_config)
+    critic = load_model(name, flag, *options, AutoModel).to(reference.device)
+    causal_lm.prepare(critic, name, args.mixed_precision)
+    return critic.requires_grad_(True)
+
+
+class ValueHead(nn.Sequential):
+    """Hidden states [..., D] of a model to values [...], in float32, which begin at 0.
+
+    Linear, or through one hidden layer where a flag gives its width.
+    """
+
+    def __init__(self, model, args):
+        width = model.config.get_text_config().hidden_size
+        hidden_dim = args.critic_value_head_hidden_dim or args.value_head_hidden_dim
+        layers = []
+        if hidden_dim:
+            layers = [nn.Linear(width, hidden_dim), nn.Tanh()]
+            width = hidden_dim
+        last = nn.Linear(width, 1)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        super().__init__(*layers, last)
+        self.to(model.device)
+
+    def forward(self, hidden_states):
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return super().forward(hidden_states.float()).squeeze(-1)

@@ -11,11 +11,32 @@ def render(prompt, tokenizer):
     return first_token + "\n\n".join(message["content"] for message in prompt) + "\n\n"
 
 
+def pad_left(rows, tokenizer, device):
+    """B lists of token ids as ids [B, P], left-padded, and attention mask [B, P], 1 on tokens."""
+    batch = tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt").to(device)
+    return batch.input_ids, batch.attention_mask
+
+
 def end_tokens(model, tokenizer):
     """The ids that end a response: the tokenizer's and, of which there may be several, the model's own."""
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     return sorted(end for end in ends if end is not None)
+
+
+def new_message(earlier, prompt):
+    """What a prompt says after an earlier one and the response to it, as one message of the user.
+
+    A chat that goes on from the earlier one says what comes after that; any other what its messages of the user say.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    goes_on = prompt != earlier and prompt[: len(earlier)] == earlier
+    new = prompt[len(earlier) :] if goes_on else prompt
+    texts = [message["content"] for message in new if message["role"] == "user"]
+    if not texts:
+        raise ValueError("its chat has no new message of the user")
+    return "\n\n".join(texts)
 
 
 MARK = "RESPONSE"  # stands for a response, to find what a chat template writes after one

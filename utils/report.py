@@ -31,8 +31,9 @@ def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
             axis.legend(frameon=False, fontsize=9)
         return axis
 
-    def per_agent(metric):
-        return [(agent.replace("_", " "), [row[f"{agent}/{metric}"] for row in rows]) for agent in agents]
+    def per_agent(metric):  # nothing of a metric that an algorithm does not have
+        lines = [(agent.replace("_", " "), [row.get(f"{agent}/{metric}") for row in rows]) for agent in agents]
+        return [line for line in lines if None not in line[1]]
 
     reward = panel("reward", [("training", [row["reward_mean"] for row in rows])])
     held_out_rows = [row for row in rows if row.get(held_out) is not None]

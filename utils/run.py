@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import io
 import json
+import math
 import os
 import platform
 import shutil
@@ -21,16 +22,24 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 from tqdm import tqdm
 
-from utils import distributed
-from utils.checkpoint import newest_whole, random_state, restore_random_state, write_checkpoint
+from utils import distributed, tasks
+from utils.checkpoint import (
+    load_agents,
+    newest_whole,
+    random_state,
+    restore_random_state,
+    save_agents,
+    write_checkpoint,
+)
 from utils.cli import Stopped, UserError, find_run, flag_name, flags, flags_of, one_line
 from utils.files import WriteError, in_columns, lock, read_lines, read_rows, sync, write_whole, writing
+from utils.metrics import by_agent, team_metrics
 from utils.report import draw_curves, side_by_side, time_table
 from utils.tracking import Tracker
 
 SAMPLES = 2  # joint samples written of each update
 SHOWN = 200  # of the last joint samples, kept to be shown at the end
-PHASES = ("sample", "reward", "evaluate", "update")  # whose seconds are in metrics.csv, and make the speeds
+PHASES = ("sample", "reward", "learn")  # whose seconds are in metrics.csv, and make the speeds
 PACKAGES = "torch transformers peft datasets tokenizers safetensors numpy pydantic tyro wandb matplotlib tqdm"
 
 
@@ -106,52 +115,50 @@ def outputs(folder):
 
 
 class Run:
-    """A run under way: a context, in which `updates` goes through the updates, and `log` ends each.
+    """A run, and the folder that it writes: a context, in which `updates` goes through the updates, `log` ends each.
 
-    Entering it takes the folder and, with --resume, restores all of the newest checkpoint, of `step` updates. SIGTERM
-    and SIGINT end the run after the update under way. However the loop ends, leaving the context saves, but
-    where one of several processes failed. Of many processes only the main one writes.
+    It begins with its flags, before anything is loaded or written; `start` gives it what learns. Entering the context
+    takes the folder and, with --resume, restores all of the newest checkpoint, of `step` updates. SIGTERM and SIGINT
+    end the run after the update under way. However the loop ends, leaving the context saves, but where one of
+    several processes failed. Of many processes only the main one writes.
 
-    Its fields: `step`, updates done; `rows` of metrics.csv; `totals`, seconds by phase; `folder`.
+    Its fields: `step`, updates done; `num_updates`; `rows` of metrics.csv; `totals`, seconds by phase; `folder`;
+    `args`.
     """
 
     def __init__(
         self,
-        folder,
         args,
-        *,
         script,
-        agents,
-        save,
-        load,
-        generator,
-        updates,
-        samples_per_update,
-        updates_per_epoch,
+        subject,
+        num_items,
+        items_per_update,
+        *,
+        may_change=(),
+        memory_flags=(),
         held_out_metric="eval/reward_mean",
         optimum=None,
-        save_together=False,
     ):
-        """A run of so many `updates`, in the folder from `run_folder`; `script` is the path of the script's file.
+        """A run over `num_items`, so many of them an update. Raises UserError as `run_folder` does.
 
-        `agents` have `optimizers`, `schedules` of learning rates, and `faults`. save(folder, agents, checkpoint=bool)
-        writes them, load(folder, agents) restores them from a checkpoint. `generator` is torch's, of this process;
-        `samples_per_update` are joint samples of all processes. `optimum` is the expected reward at best, if known.
-        `save_together`: all processes call `save`, of which the main one writes; else that one alone calls it.
+        `args` has, beside the folder's flags, seed, num_train_epochs, max_steps and rollout_buffer_size. `script` is
+        the path of the script's file, `subject` the task's name, if it is in the folder's. `memory_flags`, {phase:
+        (name, size)}, are flags that take less memory where they are lower, and what they stand for, in all processes
+        together, where they are None; they may change where a run is resumed, and so may those in `may_change`.
+        `optimum` is the expected reward at best, if known.
         """
-        self.folder = folder
+        self.memory_flags = dict(memory_flags)
+        may_change = {*may_change, *(name for name, _ in self.memory_flags.values())}
+        self.folder = run_folder(args, script, subject, may_change)
         self.args = args
         self.script = script
-        self.agents = agents
-        self.save = save
-        self.load = load
-        self.generator = generator
-        self.num_updates = updates
-        self.samples_per_update = samples_per_update
-        self.updates_per_epoch = updates_per_epoch
+        self.items_per_update = items_per_update
+        self.num_updates = args.num_train_epochs * num_items // items_per_update
+        if args.max_steps:
+            self.num_updates = min(self.num_updates, math.ceil(args.max_steps / args.rollout_buffer_size))
+        self.updates_per_epoch = num_items / items_per_update
         self.held_out_metric = held_out_metric
         self.optimum = optimum
-        self.save_together = save_together
 
         self.step = 0  # updates done
         self.saved_step = 0  # updates in the newest checkpoint
@@ -168,12 +175,26 @@ class Run:
         self.drawing_seconds = 0.0
         self.signal = 0  # that is to end the run
         self.signal_time = None
-        self.random = random_state(generator)  # after the last update that was logged
         self.tracker = Tracker()
         self.bar = None
         self.lock = None
         self.handlers = {}  # of signals, as they were
         self.hooks = []  # on the optimisers
+
+    def start(self, agents, generator, save=save_agents, load=load_agents):
+        """The run of these agents, to be entered; utils/checkpoint.py says what an agent has.
+
+        `generator` is torch's, of this process. save(folder, agents, checkpoint=bool) writes the agents,
+        load(folder, agents) restores them from a checkpoint; with --shard all processes call `save`, of which the main
+        one writes, else that one alone calls it.
+        """
+        self.agents = agents
+        self.generator = generator
+        self.save = save
+        self.load = load
+        self.save_together = self.args.shard
+        self.random = random_state(generator)  # after the last update that was logged
+        return self
 
     def __enter__(self):
         try:
@@ -212,8 +233,8 @@ class Run:
         self.load(path, self.agents)
         self.step = state["step"]
         self.saved_step = self.step
-        for agent, faults in zip(self.agents, state["agents"], strict=True):
-            agent.faults.load_state_dict(faults)
+        for agent, counts in zip(self.agents, state["agents"], strict=True):
+            agent.num_skipped = counts["skipped"]
             for schedule in agent.schedules:
                 schedule.last_epoch += self.step - 1  # it stands where the run began
                 with warnings.catch_warnings():
@@ -279,8 +300,10 @@ class Run:
 
     # --- What the loop calls ---
 
-    def updates(self, batches):
-        """Yield the number of each update and its items, with a progress bar; `batches` begin after `step` updates."""
+    def updates(self, items):
+        """Yield the number of each update and this process's items of it, with a progress bar."""
+        epochs = self.args.num_train_epochs
+        batches = tasks.batches(items, self.items_per_update, epochs, self.args.seed, self.step, self.num_updates)
         self.bar = tqdm(
             batches,
             total=self.num_updates,
@@ -289,10 +312,15 @@ class Run:
             disable=not distributed.is_main(),
             dynamic_ncols=True,
         )
-        yield from enumerate(self.bar, self.step + 1)
+        for step, batch in enumerate(self.bar, self.step + 1):
+            yield step, batch[distributed.rank() :: distributed.world_size()]
+
+    def is_due(self, step, interval):
+        """Whether what comes every `interval` updates, at first and at the end comes after this one; 0: never."""
+        return interval > 0 and (step % interval == 0 or step in (1, self.num_updates))
 
     def phase(self, name):
-        """From now on, seconds belong to the phase of that name: "sample", "update", ...; None: to none."""
+        """From now on, seconds belong to the phase of that name: "sample", "learn", ...; None: to none."""
         now = time.perf_counter()
         if self.current_phase is not None:
             before = self.seconds.get(self.current_phase, 0.0)
@@ -300,14 +328,16 @@ class Run:
         self.current_phase = name
         self.phase_start = now
 
-    def log(self, metrics, items, rollouts, new_tokens, held_out=None):
+    def log(self, items, rollouts, agent_metrics, extra_metrics, held_out=None):
         """End an update: write its metrics and its first joint samples, and save where it is time.
 
-        `metrics` are {name: scalar tensor or number}, reward_mean among them, of this process: their means over the
-        processes are written; so is that of `held_out`, the reward on held-out items, if they were evaluated.
-        `items` are the B items, `rollouts` one for each agent, `new_tokens` the tokens that this process sampled.
-        Raises Stopped after a signal, WriteError where the disk does not take it.
+        `items` are the B items, `rollouts` one for each agent, `agent_metrics` a dict of each, `extra_metrics` a dict
+        of all, {name: scalar tensor or number} of this process: their means over the processes are written; so is that
+        of `held_out`, the reward on held-out items, if they were evaluated. Raises Stopped after a signal, WriteError
+        where the disk does not take it.
         """
+        metrics = team_metrics(rollouts) | by_agent(agent_metrics) | extra_metrics
+        new_tokens = sum(rollout.response_mask.sum() for rollout in rollouts)
         self.phase(None)
         seconds = self.add_up()
         self.phase("log, save")
@@ -315,13 +345,13 @@ class Run:
         self.learning = False
         self.random = random_state(self.generator)
         row = {
-            "global_step": self.step * self.samples_per_update,
+            "global_step": self.step * self.args.rollout_buffer_size,
             "epoch": self.step / self.updates_per_epoch,
             **self.over_processes(distributed.mean, metrics),
             **{f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES},
         }
         per_second = {
-            "samples_per_second": self.samples_per_update,
+            "samples_per_second": self.args.rollout_buffer_size,
             **self.over_processes(distributed.total, {"new_tokens_per_second": new_tokens}),
         }
         spent = sum(seconds.get(phase, 0.0) for phase in PHASES)
@@ -353,7 +383,8 @@ class Run:
         self.rows.append(row)
         self.write_metrics()
         with open(self.folder / "samples.jsonl", "a", encoding="utf-8") as file:
-            for k in range(min(SAMPLES, len(items))):
+            played = [k for k in range(len(items)) if rollouts[0].played[k].any()]
+            for k in played[:SAMPLES]:
                 sample = {"update": self.step, "global_step": row["global_step"]}
                 sample |= joint_sample(k, items[k], rollouts)
                 self.samples.append(sample)
@@ -395,7 +426,7 @@ class Run:
             state = {
                 "step": self.step,
                 "learning": self.learning,
-                "agents": [agent.faults.state_dict() for agent in self.agents],
+                "agents": [{"skipped": getattr(agent, "num_skipped", 0)} for agent in self.agents],
                 "totals": self.totals,
                 "elapsed": time.time() - self.started,
                 "wandb": self.tracker.id,
@@ -424,6 +455,7 @@ class Run:
     # --- The end ---
 
     def __exit__(self, kind, error, trace):
+        phase = self.current_phase
         self.phase(None)
         failed = kind not in (None, Stopped)
         alone = distributed.world_size() == 1
@@ -441,6 +473,8 @@ class Run:
                 print(self.how_to_go_on(), flush=True)
         finally:
             self.release()
+        if is_out_of_memory(error):
+            raise UserError(self.out_of_memory(phase)) from error
         if kind is RuntimeError and "probability tensor" in str(error):
             raise UserError("the probabilities of tokens are not finite: lower the learning rates") from error
         if kind is RuntimeError and self.args.deterministic and "deterministic" in str(error):
@@ -479,6 +513,24 @@ class Run:
         if self.lock:
             self.lock.close()
 
+    def out_of_memory(self, phase):
+        """What ran out of memory, which flag takes less, and how to go on with half of it."""
+        what = f"out of memory in the phase {phase}"
+        if phase == "evaluate":  # which samples
+            phase = "sample"
+        if phase not in self.memory_flags:
+            return "out of memory"
+        if phase == "sample" and getattr(self.args, "use_vllm", False):
+            return f"{what}: a lower gpu_memory_utilization in --vllm-config leaves more"
+        name, size = self.memory_flags[phase]
+        size = size // distributed.world_size()
+        size = min(getattr(self.args, name) or size, size)
+        if size == 1:
+            return f"{what}, with {flag_name(name)} 1"
+        half = f"{flag_name(name)} {size // 2}"
+        what += f": {half} takes less"
+        return f"{what}; {self.how_to_go_on()} {half}" if self.saved_step else what
+
     def how_to_go_on(self):
         return f"go on with: python {Path(self.script).name} --resume {self.folder}"
 
@@ -495,10 +547,18 @@ class Run:
         return outcome
 
 
+def is_out_of_memory(error):
+    """Whether it says that a GPU's or the CPU's memory has run out."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+
+
 def joint_sample(k, item, rollouts):
     """Episode k for samples.jsonl: of each agent its response and reward, or, of several turns, lists of these."""
     num_turns = int(rollouts[0].played[k].sum())
-    rewards = [rollout.rewards[k, :num_turns].tolist() for rollout in rollouts]
+    rewards = [rollout.raw_rewards[k, :num_turns].tolist() for rollout in rollouts]
     responses = [rollout.responses[k] for rollout in rollouts]
     sample = {"reward": sum(map(sum, rewards)) / len(rewards)}
     if rollouts[0].rewards.shape[1] == 1:

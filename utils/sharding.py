@@ -33,6 +33,19 @@ def shard_model(model, whole=()):
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
+def shard_models(models):
+    """Let each process keep its part of these models' weights, in place; one that is in the list twice is one model."""
+    for model in dict.fromkeys(models):
+        shard_model(model)
+
+
+def shard_agent(agent):
+    """Let each process keep its part of an agent's actor and of its critic, if that is a model, in place."""
+    shard_model(agent.actor)
+    if getattr(agent, "critic", None) is not None:
+        shard_model(agent.critic)
+
+
 def call_inside(model, function):
     """The tensor that function() computes by a call of a module inside `model`, past the model's own forward.
 

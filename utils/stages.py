@@ -14,9 +14,11 @@ from utils.checkpoint import (
     load_optimizer,
     read_json,
 )
-from utils.cli import UserError, flags, one_line
-from utils.lora import (
+from utils.cli import UserError, flags, needs, one_line
+from utils.lora import (  # noqa: F401  LoraArgs is for scripts
     CONFIG,
+    LoraArgs,
+    check_lora_args,
     describe_differences,
     in_words,
     lora_config,
@@ -34,12 +36,23 @@ class StageArgs:
     """What the adapters start from, and what the run leaves beside them."""
 
     load_checkpoint: str | None = None  # run or peft folder to start from: its actors are now actors and references
-    load_optimizer: bool = False  # with --load-checkpoint: go on with its optimisers and their schedule too
-    keep_reference: bool = False  # with --load-checkpoint: its references stay the references
-    fresh_critic: bool = False  # with --load-checkpoint: the critics and their value heads are new
-    merge_lora_configs: bool = False  # with --load-checkpoint: take a LoRA configuration that differs, merged
+    # with --load-checkpoint: go on with its optimisers and their schedule too
+    load_optimizer: bool = needs("load_checkpoint", default=False)
+    # with --load-checkpoint: its references stay the references
+    keep_reference: bool = needs("load_checkpoint", "use_separate_reference_adapter", "beta", default=False)
+    # with --load-checkpoint: the critics and their value heads are new
+    fresh_critic: bool = needs("load_checkpoint", default=False)
+    # with --load-checkpoint: take a LoRA configuration that differs, merged
+    merge_lora_configs: bool = needs("load_checkpoint", default=False)
     save_optimizer: bool = True  # keep the optimisers' state with the run's agents; a checkpoint always has it
     save_base: bool = False  # write the base's weights too, once, at the end
+
+
+def check_stage(args):
+    """Raise UserError for flags of the adapters, or of what they start from, that can't be followed."""
+    check_lora_args(args)
+    if args.load_checkpoint is not None:
+        check_checkpoint(args)
 
 
 def check_checkpoint(args):

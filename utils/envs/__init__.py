@@ -16,8 +16,11 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+from tqdm import tqdm
+
 from utils import distributed
 from utils.cli import TaskError, UserError, flags, one_line
+from utils.prompts import render
 from utils.tasks import import_file, search_in
 from utils.tasks.episodes import call, check_timer, time_limit
 
@@ -58,6 +61,17 @@ def load_env(env, max_turns):
         return factory, None
     with blame(label, "optimum failed"):
         return factory, float(optimum(max_turns))
+
+
+def game_seeds(args, least, num_held_out, train_dataset=None, eval_dataset=None):
+    """Items to train on and to hold out, {"seed": k}. Raises UserError where there are too few, or rows of a task."""
+    if train_dataset is not None or eval_dataset is not None:
+        raise UserError("train_dataset= and eval_dataset= are the data of a task; give task= or --task")
+    if args.train_size < least:
+        raise UserError(f"--train-size takes at least the games of an update, {least}, got {args.train_size}")
+    first = 1_000_000 * args.seed
+    train_items = [{"seed": first + k} for k in range(args.train_size)]
+    return train_items, [{"seed": first + 500_000 + k} for k in range(num_held_out)]
 
 
 def label_of(env):
@@ -124,72 +138,85 @@ def close(environment):
 
 
 class Games:
-    """B episodes under way, each of at most `max_turns` turns in an environment of its own, reset with its seed.
+    """B episodes of one player, each in an environment of its own, which is reset with its seed.
 
-    While some are `running` (numbers from 0 to B - 1), take their `observations`, and `step` with the responses. Of
-    each episode there are the `rewards`, a float for each turn, and how it `ended`: "terminated", "truncated",
-    "horizon" (of max_turns), "dropped", or None while it runs. `dropped` is {number: error} of the dropped episodes.
-    Where its last episode ends, a process waits for the others, which have as many batches.
+    It has the methods of a task's `Episodes`: a step gives the reward, and its observation is the next prompt. An
+    episode that an environment cuts short is `truncated`; one that an error ends is `dropped`, {number: error}.
     """
 
-    def __init__(self, factory, seeds, max_turns, timeout=None):
-        """A call that takes longer than `timeout` seconds fails. Raises TaskError: a reset is wrong, or all fail."""
+    def __init__(self, factory, items, timeout=None):
+        """Items are {"seed": k}. A call that takes longer than `timeout` seconds fails. Raises TaskError."""
         check_timer(timeout)
-        self.max_turns = max_turns
+        self.seeds = [item["seed"] for item in items]
         self.timeout = timeout
         self.turn = 0
         self.environments = {}
-        self.observations = [None] * len(seeds)
-        self.rewards = [[] for _ in seeds]
-        self.ended = [None] * len(seeds)
+        self.observations = {}  # of the last step
+        self.prompt_history = [[[]] for _ in items]  # observations that were read
+        self.response_history = [[[]] for _ in items]
+        self.terminated = set()
+        self.truncated = set()
         self.dropped = {}
-        self.running = list(range(len(seeds)))
-        for k, seed in enumerate(seeds):
+        for k, seed in enumerate(self.seeds):
             with self.guard(k):
                 environment = factory()
                 self.environments[k] = environment
-                self.observations[k] = check_reset(call(environment.reset, seed=seed), environment)
-        self.update_running()
+                observation = check_reset(call(environment.reset, seed=seed), environment)
+                self.prompt_history[k][0].append(observation)
 
-    def step(self, responses):
-        """Play a turn of the running episodes with a response each, strings in the order of `running`.
+    def prompts(self, agent, running, tokenizer):
+        """The first observations of the running episodes, as what the player reads: strings."""
+        return [render([{"role": "user", "content": self.messages(k)[0]}], tokenizer) for k in running]
 
-        Raises TaskError where a step returns the wrong thing, or all episodes have failed.
+    def messages(self, k):
+        """The last observation of an episode that was to be read, in a list."""
+        return [self.prompt_history[k][0][-1]]
+
+    def reward_func(self, running, prompts, responses):
+        """Step the running episodes with a response each: their rewards twice, a list of one list each.
+
+        Of an episode that is dropped the reward is 0. Raises TaskError where a step returns the wrong thing.
         """
         self.turn += 1
-        for k, response in zip(self.running, responses, strict=True):
+        rewards = []
+        for k, response in zip(running, responses[0], strict=True):
+            self.response_history[k][0].append(response)
+            rewards.append(0.0)
             with self.guard(k):
                 environment = self.environments[k]
-                observation, reward, terminated, truncated = check_step(environment.step(response), environment)
+                observation, rewards[-1], terminated, truncated = check_step(environment.step(response), environment)
                 self.observations[k] = observation
-                self.rewards[k].append(reward)
                 if terminated:
-                    self.ended[k] = "terminated"
+                    self.terminated.add(k)
                 elif truncated:
-                    self.ended[k] = "truncated"
-                elif self.turn == self.max_turns:
-                    self.ended[k] = "horizon"
-                if self.ended[k]:
+                    self.truncated.add(k)
+                if terminated or truncated:
                     close(self.environments.pop(k))
-        self.update_running()
+        return [rewards], [rewards]
 
-    def stop(self, k):
-        """End a running episode from outside, as truncated."""
-        self.ended[k] = "truncated"
-        with self.guard(k):
-            close(self.environments.pop(k))
-        self.update_running()
+    def external_transition(self, k):
+        """The observation after a step, in a list, or None where the episode has terminated or is dropped."""
+        if k in self.terminated or k in self.dropped:
+            return None
+        return [self.observations[k]]
 
-    def update_running(self):
-        self.running = [k for k in self.running if self.ended[k] is None]
-        if not self.running:
-            self.check_dropped()
+    def add_prompts(self, k, prompts):
+        """Let the player read an observation in the next turn of an episode."""
+        self.prompt_history[k][0] += prompts
 
-    def check_dropped(self):
-        """Raise TaskError where all episodes of all processes have failed."""
+    def finish(self):
+        """All episodes are over, in all processes, which wait for each other here.
+
+        What was dropped is said. Raises TaskError where all episodes have failed.
+        """
+        for k in list(self.environments):
+            with self.guard(k):
+                close(self.environments.pop(k))
+        for k, error in self.dropped.items():
+            tqdm.write(f"the episode of seed {self.seeds[k]} is dropped: {error}")
         num_episodes = 0
         errors = []
-        for size, dropped in distributed.gather_objects((len(self.ended), self.dropped)):
+        for size, dropped in distributed.gather_objects((len(self.seeds), self.dropped)):
             num_episodes += size
             errors += dropped.values()
         if errors and len(errors) == num_episodes:
@@ -197,7 +224,7 @@ class Games:
 
     @contextlib.contextmanager
     def guard(self, k):
-        """Within it, an error of the environment, or too long a call, ends episode k, and a TaskError the run."""
+        """Within it, an error of the environment, or too long a call, drops episode k, and a TaskError ends the run."""
         try:
             with time_limit(self.timeout):
                 yield
@@ -205,10 +232,16 @@ class Games:
             raise
         except Exception as error:
             where = f"turn {self.turn}" if self.turn else "reset"
-            self.ended[k] = "dropped"
             self.dropped[k] = f"{describe(error)} ({where})"
             with contextlib.suppress(Exception), time_limit(self.timeout):  # the first error is the one to report
                 close(self.environments.pop(k, None))
+
+
+def episode_counts(rollout):
+    """How many episodes were truncated, and how many dropped: metrics whose means over the processes are of all."""
+    processes = distributed.world_size()
+    dropped = (~rollout.played[:, 0]).sum()
+    return {"truncated": processes * rollout.truncated.sum(), "dropped": processes * dropped}
 
 
 def check_reset(result, environment):

@@ -34,13 +34,24 @@ from typing import Literal
 import datasets
 from pydantic import PositiveFloat, PositiveInt
 
-from utils.cli import TaskError, UserError, flags, one_line
+from utils.cli import TaskError, UserError, flag_name, flags, one_line
 from utils.distributed import say
 from utils.tasks import questions
 from utils.tasks.episodes import Episodes, formatters_of
-from utils.tasks.lengths import fit_prompts, take, truncate
+from utils.tasks.lengths import fit_prompts, prompt_limit, readers, take
 
-__all__ = ["Episodes", "TaskArgs", "batches", "extra_metrics", "fit_prompts", "load_items", "load_task", "truncate"]
+__all__ = [
+    "Episodes",
+    "TaskArgs",
+    "batches",
+    "extra_metrics",
+    "load_data",
+    "load_items",
+    "load_task",
+    "optimum",
+    "prompt_limit",
+    "readers",
+]
 BUILT_IN = ("arxiv", "code", "number", "reasoning", "tldr")
 NEEDED = ("formatters", "reward_func")
 DATA = ("train_dataset", "eval_dataset", "named_dataset", "item_of")
@@ -161,7 +172,26 @@ def extra_metrics(task, rollouts):
         raise TaskError(f"metrics_callback raised {type(error).__name__}: {error}") from error
 
 
+def optimum(task, num_agents, num_turns):
+    """The expected reward of an episode at best, or None where the task does not say."""
+    return task.optimum(num_agents, num_turns) if hasattr(task, "optimum") else None
+
+
 # --- Its items --------------------------------------------------------------------------------------------------------
+
+
+def load_data(task, args, readers, least, train_dataset=None, eval_dataset=None, most=None):
+    """The items to train on and a list of those held out, as `load_items` has them, without those of too long prompts.
+
+    `readers` has of each agent its tokenizer and its PromptLimit. `most` is the name of the flag that says how many
+    items are held out; None: all. Raises UserError.
+    """
+    data = load_items(task, args, args.seed, least, train_dataset, eval_dataset)
+    train_items, held_out_items = fit_prompts(task, args, readers, least, *data)
+    size = getattr(args, most) if most else None
+    if size and size > len(held_out_items):
+        say(f"{flag_name(most)} {size}: the task has {len(held_out_items)} held-out items, and those are taken")
+    return train_items, [*held_out_items][:size]
 
 
 def load_items(task, args, seed, least, train_dataset=None, eval_dataset=None):

@@ -9,28 +9,30 @@ import threading
 from tqdm import tqdm
 
 from utils.cli import TaskError, UserError, one_line
-from utils.prompts import render
+from utils.prompts import new_message, render
 
 
 class Episodes:
-    """B episodes of a team of N agents, one of each item, of at most `num_turns` turns.
+    """B episodes of a team of N agents, one of each item: a task's functions, called for them, and checked.
 
-    While some are `running` (numbers from 0 to B - 1), every agent answers its `prompts`, and `score` takes the
-    responses. `prompt_history[k][agent]` and `response_history[k][agent]` are lists, turn by turn, of episode k.
-    An episode also ends after a turn whose reward (the agents' mean) is above `threshold`. A call of reward_func that
-    takes longer than `timeout` seconds fails. Raises TaskError where a formatter fails.
+    `prompt_history[k][agent]` and `response_history[k][agent]` are lists, turn by turn, of episode k. What an
+    environment may do to an episode, a task does not: none is `truncated` or `dropped`.
     """
 
-    def __init__(self, task, items, num_agents, num_turns, threshold=None, timeout=None):
+    truncated = frozenset()
+    dropped = frozenset()
+
+    def __init__(self, task, items, num_agents, num_turns=1, timeout=None):
+        """Each agent's first prompt is its formatter's. A call of reward_func may take `timeout` seconds; None: any.
+
+        Raises TaskError where a formatter fails.
+        """
         check_timer(timeout)
         self.task = task
         self.items = items
         self.num_agents = num_agents
         self.num_turns = num_turns
-        self.threshold = threshold
         self.timeout = timeout
-        self.turn = 0
-        self.running = list(range(len(items)))
         self.prompt_history = [[[] for _ in range(num_agents)] for _ in items]
         self.response_history = [[[] for _ in range(num_agents)] for _ in items]
         for agent, formatter in enumerate(formatters_of(task, num_agents)):
@@ -39,46 +41,50 @@ class Episodes:
                     prompt = call(formatter, item, agent=agent, num_agents=num_agents)
                 self.prompt_history[k][agent].append(prompt)
 
-    def prompts(self, agent, tokenizer):
+    def prompts(self, agent, running, tokenizer):
         """What an agent reads in the running episodes: strings, special tokens included. Raises TaskError."""
-        source = "formatter" if self.turn == 0 else "external_transition"
         texts = []
-        for k in self.running:
-            with blame(f"{source} of agent {agent} gave no prompt for item {k}", self.items[k]):
+        for k in running:
+            with blame(f"{self.source(k)} of agent {agent} gave no prompt for item {k}", self.items[k]):
                 texts.append(render(self.prompt_history[k][agent][-1], tokenizer))
         return texts
 
-    def score(self, responses, prompts):
-        """Score the responses to the prompts, N lists of one for each running episode, and end the turn.
+    def messages(self, k):
+        """What is new in each agent's next prompt of an episode, after its response: N strings. Raises TaskError.
+
+        A chat that goes on from the agent's last one is read from there; of any other the user's messages are.
+        """
+        texts = []
+        for agent in range(self.num_agents):
+            with blame(f"external_transition of agent {agent} gave no prompt for item {k}", self.items[k]):
+                texts.append(new_message(*self.prompt_history[k][agent][-2:]))
+        return texts
+
+    def source(self, k):
+        return "external_transition" if self.response_history[k][0] else "formatter"
+
+    def reward_func(self, running, prompts, responses):
+        """Score the responses to the prompts, N lists of one for each running episode.
 
         Returns the rewards as reward_func gave them, and as reward_processor (if any) left them: N lists of floats
-        each. Raises TaskError where the task fails.
+        each. A reward_func that raises is asked once more. Raises TaskError where the task fails.
         """
-        playing = self.running
         for agent, texts in enumerate(responses):
-            for k, text in zip(playing, texts):
+            for k, text in zip(running, texts):
                 self.response_history[k][agent].append(text)
-        rewards, processed = team_rewards(
+        return team_rewards(
             self.task,
-            items=[self.items[k] for k in playing],
+            items=[self.items[k] for k in running],
             prompts=prompts,
             responses=responses,
-            turns=[[self.response_history[k][agent] for k in playing] for agent in range(self.num_agents)],
-            turn=self.turn,
+            turns=[[self.response_history[k][agent] for k in running] for agent in range(self.num_agents)],
+            turn=len(self.response_history[running[0]][0]) - 1,
             num_turns=self.num_turns,
             timeout=self.timeout,
         )
-        self.running = []
-        if self.turn + 1 < self.num_turns:
-            for k, agent_rewards in zip(playing, zip(*rewards)):
-                good_enough = self.threshold is not None and sum(agent_rewards) / self.num_agents > self.threshold
-                if not good_enough and self.add_prompts(k):
-                    self.running.append(k)
-        self.turn += 1
-        return rewards, processed
 
-    def add_prompts(self, k):
-        """Ask the task for the next prompts of an episode; False where it ends the episode."""
+    def external_transition(self, k):
+        """The next prompts of an episode, one for each agent, or None where the task ends it. Raises TaskError."""
         item = self.items[k]
         history = self.prompt_history[k]
         with blame(f"external_transition failed on item {k}", item):
@@ -90,16 +96,22 @@ class Episodes:
                 prompt_history_per_agent=[list(prompts) for prompts in history],
                 response_history_per_agent=[list(responses) for responses in self.response_history[k]],
                 item=item,
-                turn=self.turn,
+                turn=len(self.response_history[k][0]) - 1,
             )
         if prompts is None:
-            return False
+            return None
         if not isinstance(prompts, (list, tuple)) or len(prompts) != self.num_agents:
             takes = f"a list of {self.num_agents} prompts, or None"
             raise TaskError(f"external_transition returned {one_line(repr(prompts), 80)}; it takes {takes}")
+        return prompts
+
+    def add_prompts(self, k, prompts):
+        """Let the agents read these prompts in the next turn of an episode, one each."""
         for agent, prompt in enumerate(prompts):
-            history[agent].append(prompt)
-        return True
+            self.prompt_history[k][agent].append(prompt)
+
+    def finish(self):
+        """All episodes are over."""
 
 
 def formatters_of(task, num_agents):

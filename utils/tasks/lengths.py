@@ -1,21 +1,79 @@
 """Prompts that are too long for a model: their items are left out before training, or they lose tokens on the left."""
 
+from dataclasses import dataclass
+
 import datasets
 
-from utils.cli import UserError
+from utils.cli import UserError, flag_name
 from utils.distributed import say
+from utils.engine import max_length
+from utils.models import check_models, load_tokenizers
 from utils.tasks.episodes import Episodes
 
 AT_ONCE = 1000  # items whose prompts are tokenized at once
 
 
+@dataclass
+class PromptLimit:
+    """The most tokens that a prompt may have, None: any number; and why."""
+
+    tokens: int | None
+    reason: str
+    truncate: bool  # prompts that are longer lose tokens on the left
+
+    def encode(self, prompts, tokenizer):
+        """Token ids of B prompts, strings: a list for each. Raises UserError where one has too many, or none."""
+        if not prompts:
+            return []
+        rows = tokenizer(prompts, add_special_tokens=False).input_ids
+        if self.truncate:
+            rows = [truncate(ids, self.tokens, tokenizer) for ids in rows]
+        for prompt, ids in zip(prompts, rows):
+            if not ids:
+                raise UserError(f"a prompt has no tokens: {prompt!r}")
+            if self.tokens is not None and len(ids) > self.tokens:
+                raise UserError(f"a prompt has {len(ids)} tokens, and at most {self.tokens} fit: {self.reason}")
+        return rows
+
+
+def prompt_limit(config, args, new_tokens):
+    """The PromptLimit of a model. `new_tokens` is the name of the flag for the longest response.
+
+    Raises UserError where prompts of --max-prompt-length, or of one token, leave no room for it.
+    """
+    length = getattr(args, new_tokens)
+    tokens = args.max_prompt_length
+    reason = f"--max-prompt-length {tokens}"
+    room = max_length(config, args)
+    all_positions = f"the model's {room} positions"
+    if getattr(args, "max_model_len", None) == room:
+        all_positions = f"{flag_name('max_model_len')} {room}"
+    if room and length + (tokens or 1) > room:
+        sizes = f"{flag_name(new_tokens)} {length} after a prompt of {tokens or 1}"
+        raise UserError(f"{sizes} exceeds {all_positions}")
+    if room and tokens is None:
+        tokens = room - length
+        reason = f"{flag_name(new_tokens)} {length} of {all_positions}"
+    return PromptLimit(tokens, reason, args.long_prompts == "truncate")
+
+
+def readers(args, new_tokens, model=None, tokenizer=None, quantized=False):
+    """Of each agent its tokenizer and its PromptLimit; `model` and `tokenizer` stand in for what --model names.
+
+    Nothing but tokenizers is loaded. Raises UserError where a model is not to be had.
+    """
+    configs = check_models("model", "model_config", args, model, quantized)
+    limits = [prompt_limit(config, args, new_tokens) for config in configs]
+    return list(zip(load_tokenizers(args, tokenizer), limits))
+
+
 def fit_prompts(task, args, readers, least, train_items, held_out):
     """The items to train on, and those held out, without those of which an agent's first prompt is too long.
 
-    `readers` has of each agent its tokenizer, and the most tokens of a prompt, or None. With --long-prompts truncate
-    all items stay. Raises UserError where fewer than `least` are left to train on.
+    `readers` has of each agent its tokenizer and its PromptLimit. With --long-prompts truncate all items stay. Raises
+    UserError where fewer than `least` are left to train on.
     """
-    limits = sorted({most for _, most in readers if most is not None})
+    limits = sorted({limit.tokens for _, limit in readers if limit.tokens is not None})
     if args.long_prompts == "truncate" and not limits:
         raise UserError("--long-prompts truncate takes --max-prompt-length: the model has room for any prompt")
     if args.long_prompts == "truncate" or not limits:
@@ -38,12 +96,12 @@ def find_fits(task, items, readers):
     fits = []
     for start in range(0, len(items), AT_ONCE):
         numbers = range(start, min(start + AT_ONCE, len(items)))
-        episodes = Episodes(task, [items[k] for k in numbers], len(readers), num_turns=1)
+        episodes = Episodes(task, [items[k] for k in numbers], len(readers))
         too_long = set()
-        for agent, (tokenizer, most) in enumerate(readers):
-            prompts = episodes.prompts(agent, tokenizer)
+        for agent, (tokenizer, limit) in enumerate(readers):
+            prompts = episodes.prompts(agent, range(len(numbers)), tokenizer)
             rows = tokenizer(prompts, add_special_tokens=False).input_ids
-            too_long |= {k for k, ids in zip(numbers, rows) if most is not None and len(ids) > most}
+            too_long |= {k for k, ids in zip(numbers, rows) if limit.tokens is not None and len(ids) > limit.tokens}
         fits += [k for k in numbers if k not in too_long]
     return fits
 
