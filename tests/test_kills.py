@@ -85,8 +85,8 @@ from utils.tasks.number import *
 calls = 0
 def reward_func(*completions, items):
     global calls
-    calls += 1
-    while calls > 8 and os.path.exists("WAIT"):
+    calls += len(items) > HELD_OUT
+    while calls > 3 and os.path.exists("WAIT"):
         open("WAIT.reached", "w").close()
         time.sleep(0.01)
     return number.reward_func(*completions, items=items)
@@ -97,7 +97,7 @@ def reward_func(*completions, items):
 def waiting(small_model, tmp_path):
     """Starts a run that waits for a reward, in an update that is not the first, until a file is removed."""
     obstacle = tmp_path / "wait"
-    (tmp_path / "waiting.py").write_text(WAITING_TASK.replace("WAIT", str(obstacle)))
+    (tmp_path / "waiting.py").write_text(WAITING_TASK.replace("WAIT", str(obstacle)).replace("HELD_OUT", "2"))
     obstacle.touch()
 
     def begin(case):
@@ -139,7 +139,7 @@ def test_a_command_that_is_stopped_says_how_to_go_on_and_that_gives_the_same_bit
     assert_same(folder, whole("ippo critic 2 tldr").folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("case", [CASE, "ppo 2 number"])
 def test_a_signal_ends_a_run_after_the_update_under_way(case, number, waiting, whole, tmp_path):
     folder = tmp_path / "run"
@@ -153,7 +153,7 @@ def test_a_signal_ends_a_run_after_the_update_under_way(case, number, waiting, w
     assert "Traceback" not in process.error
     name = COMMANDS[case][0]
     assert f"go on with: python {name}.py --resume {folder}" in process.error.splitlines()[-1]
-    assert saved_steps(folder) == [len(read_rows(folder / "metrics.csv"))] == [before + 1]
+    assert saved_steps(folder)[-1] == len(read_rows(folder / "metrics.csv")) == before + 1
     finish(name, "--resume", folder)
     assert_same(folder, whole(case).folder)
 
@@ -166,7 +166,7 @@ def test_a_second_signal_ends_a_run_at_once(number, waiting, whole, tmp_path):
     time.sleep(1.1)
     process.signal(number)
     assert process.wait(5).exitcode == -number
-    assert saved_steps(tmp_path / "run") == []
+    assert saved_steps(tmp_path / "run")[-1] == len(read_rows(tmp_path / "run" / "metrics.csv"))
     obstacle.unlink()
     finish("iac_llm", "--resume", tmp_path / "run")
     assert_same(tmp_path / "run", whole(CASE).folder)

@@ -172,9 +172,26 @@ def test_the_latest_run_is_that_which_wrote_last(begun, tmp_path, monkeypatch):
 # --- What it goes on from ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_checkpoints_begins_anew(begun, whole):
+@pytest.mark.parametrize("agents", [[], ["agent_0", "agent_1"]], ids=["updates", "agents"])
+def test_a_run_without_checkpoints_that_has_learned_is_refused_and_kept(agents, begun):
     folder = begun()
     shutil.rmtree(folder / "checkpoints")
+    for name in agents:
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors").touch()
+    before = contents(folder)
+    refused = start("ippo_llm", "--resume", folder).wait()
+    assert refused.exitcode == 2
+    there = ", ".join(["6 updates in metrics.csv", *agents])
+    line = f"--resume: {folder} has no checkpoint to go on from; it has {there}, which are kept; --output-dir {folder}"
+    assert refused.error == f"ippo_llm.py: error: {line} --overwrite begins anew\n"
+    assert contents(folder) == before | {".lock": b""}
+
+
+def test_a_run_that_has_done_no_update_begins_anew(begun, whole):
+    folder = begun()
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "metrics.csv").unlink()
     assert "going on from" not in finish("ippo_llm", "--resume", folder).output
     assert_same(folder, whole(CASE).folder)
 

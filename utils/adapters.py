@@ -16,7 +16,6 @@ A run starts from such a folder, or from a plain peft folder: adapter_config.jso
 import contextlib
 import copy
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -35,9 +34,9 @@ from utils.checkpoint import (
     load_head,
     load_optimizer,
     plain,
+    put,
     read_json,
     read_tensors,
-    remove,
     save_optimizer,
     save_tensors,
 )
@@ -208,8 +207,7 @@ def save_agent(final, i, agent, base, with_optimizer):
     (aside / BASE).write_text(json.dumps(base, indent=2))
     if with_optimizer:
         save_optimizer(aside, agent.optimizers[0], updates=agent.schedules[0].last_epoch)
-    remove(final)
-    os.replace(aside, final)
+    put(aside, final)
 
 
 def save_adapter(folder, model, name, base_name):
@@ -233,8 +231,7 @@ def save_base(final, model, tokenizer):
     weights = {plain(name): x for name, x in state.items() if not is_of_adapter(name)}
     base.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
-    remove(final)
-    os.replace(aside, final)
+    put(aside, final)
 
 
 def check_base(path, model, base_name, base_fingerprint=None):

@@ -62,8 +62,7 @@ def write_checkpoint(folder, step, write, state, keep):
         (aside / MANIFEST).write_text(json.dumps(files, indent=2))
         for path in (*aside.rglob("*"), aside):
             sync(path)
-        remove(final)
-        os.replace(aside, final)
+        put(aside, final)
         sync(folder)
         for old in [path for path in checkpoints(folder) if path.name <= final.name][:-keep]:
             remove(old)
@@ -77,13 +76,25 @@ def checkpoints(folder):
     return sorted(path for path in folder.glob("update_*") if path.is_dir() and path.suffix == "")
 
 
+def put(aside, final):
+    """Give a folder the name `final`, in the place of an older folder, if there is one, which is removed after it."""
+    gone = move_aside(final)
+    os.replace(aside, final)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def remove(path):
     """Remove a folder, if it is there: first its name, so that no half of it is ever seen."""
+    shutil.rmtree(move_aside(path), ignore_errors=True)
+
+
+def move_aside(path):
+    """Give a folder, if it is there, a name under which it is removed, and return that."""
+    gone = path.with_name(path.name + ".removing")
+    shutil.rmtree(gone, ignore_errors=True)
     if path.exists():
-        gone = path.with_name(path.name + ".removing")
-        shutil.rmtree(gone, ignore_errors=True)
         os.replace(path, gone)
-        shutil.rmtree(gone)
+    return gone
 
 
 def files_in(folder):
@@ -188,8 +199,7 @@ def save_agents(folder, agents, checkpoint=False):
             save_tensors(agent.value_head.state_dict(), aside / HEAD)
         if checkpoint:
             (aside / BASE).write_text(json.dumps(base))
-        remove(final)
-        os.replace(aside, final)
+        put(aside, final)
 
 
 def save_model(model, path):

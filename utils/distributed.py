@@ -101,6 +101,24 @@ def check_flags(args, multiples=(), needs=None):
             raise UserError(f"{flag_name(name)} takes {takes}, got {getattr(args, name)}")
 
 
+def check_restarts(args):
+    """Have a run that torchrun starts again go on in its folder, by --resume. Raises UserError where it has no name."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and not (args.output_dir or args.resume):
+        raise UserError(
+            "torchrun --max-restarts takes --output-dir, in which the run goes on where it is started again"
+        )
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if again and args.output_dir and os.path.exists(os.path.join(args.output_dir, "config.json")):
+        args.resume = args.output_dir
+
+
+def seconds_to_stop():
+    """How long torchrun waits for a process that it has told to end; None where it has not started this one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+
+
 def generator(seed, device):
     """A random generator of torch of this process's own: those of the same seed differ by the rank."""
     return torch.Generator(device).manual_seed(seed + 1_000_003 * rank())
@@ -163,6 +181,20 @@ def gather_objects(x):
     with among_processes():
         dist.all_gather_object(gathered, x)
     return gathered
+
+
+def decide(act):
+    """What act() returns in the main process, in all of them; its UserError is raised in all of them."""
+    decision = None
+    if is_main():
+        try:
+            decision = act()
+        except UserError as error:
+            decision = error
+    decision = gather_objects(decision)[0]
+    if isinstance(decision, UserError):
+        raise decision
+    return decision
 
 
 def average_gradients(parameters):

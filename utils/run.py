@@ -32,11 +32,23 @@ from utils.checkpoint import (
     write_checkpoint,
 )
 from utils.cli import Stopped, UserError, find_run, flag_name, flags, flags_of, one_line
-from utils.files import WriteError, in_columns, lock, read_lines, read_rows, sync, write_whole, writing
+from utils.files import (
+    WriteError,
+    in_columns,
+    lock,
+    read_json,
+    read_lines,
+    read_rows,
+    sync,
+    whole_lines,
+    write_whole,
+    writing,
+)
 from utils.metrics import by_agent, team_metrics
 from utils.report import draw_curves, side_by_side, time_table
 from utils.tracking import Tracker
 
+SPARE = 50  # drawing curves, and saving where no interval is given, is done once in so many times its own seconds
 SAMPLES = 2  # joint samples written of each update
 SHOWN = 200  # of the last joint samples, kept to be shown at the end
 PHASES = ("sample", "reward", "learn")  # whose seconds are in metrics.csv, and make the speeds
@@ -49,7 +61,9 @@ class FolderArgs:
 
     output_dir: str | None = None  # folder of the run; none: runs/<script>__<task>__<seed>__<time>
     overwrite: bool = False  # replace the run that is already in --output-dir
-    save_interval: NonNegativeInt = 0  # updates between checkpoints, in <run>/checkpoints; 0: only at the end
+    save_interval: NonNegativeInt | None = (
+        None  # updates between checkpoints; none: 2 % of the time; 0: only at the end
+    )
     keep_checkpoints: PositiveInt = 2  # how many of the newest checkpoints stay
     resume: str | None = None  # go on with a run, from its newest whole checkpoint: its folder, or latest
     deterministic: bool = False  # take only algorithms of torch that give the same bits every time, on a GPU too
@@ -68,8 +82,8 @@ def run_folder(args, script, subject=None, may_change=(), may_grow=("num_train_e
 
     `script` is the path of the script's file, `subject` the task's name, if it is in the folder's. A run that is
     resumed takes the flags that began it, but for those of how it is kept and watched, those that `may_change`, and
-    larger values (None: no bound) of those that `may_grow`. Raises UserError where flags differ, and where a run is in
-    the folder, without --overwrite.
+    larger values (None: no bound) of those that `may_grow`. Raises UserError where flags differ, where a run is in the
+    folder, without --overwrite, and where something else has the names of what a run writes.
     """
     name = Path(script).stem
     if args.resume:
@@ -86,6 +100,9 @@ def run_folder(args, script, subject=None, may_change=(), may_grow=("num_train_e
         taken = outputs(folder)
     except OSError as error:
         raise UserError(f"--output-dir can't be {one_line(folder, 80)}: {error.strerror}") from error
+    if taken and not is_run(folder):
+        names = ", ".join(sorted(path.name for path in taken))
+        raise UserError(f"--output-dir can't be {folder}: a run would replace {names} there, and no run has left that")
     if taken and not args.overwrite:
         raise UserError(f"--output-dir takes a folder without a run in it; {folder} has one (--overwrite replaces it)")
     return folder
@@ -105,6 +122,24 @@ def check_same_flags(folder, args, may_change, may_grow):
         raise UserError(f"--resume {folder} goes on with that run's flags, and these differ: {'; '.join(differing)}")
 
 
+def is_run(folder):
+    """Whether a folder has the config.json of a run."""
+    try:
+        return {"script", "args"} <= read_json(folder / "config.json").keys()
+    except UserError:
+        return False
+
+
+def check_untrained(folder):
+    """Raise UserError where a run without checkpoints has learned: to begin anew would lose that."""
+    updates = len(whole_lines(folder / "metrics.csv")[1:])
+    agents = sorted(path.name for path in folder.glob("agent_[0-9]*"))
+    if updates > 1 or agents:  # of the first alone, which was not saved, there is nothing but a row
+        there = ", ".join([f"{updates} updates in metrics.csv", *agents])
+        anew = f"--output-dir {folder} --overwrite begins anew"
+        raise UserError(f"--resume: {folder} has no checkpoint to go on from; it has {there}, which are kept; {anew}")
+
+
 def outputs(folder):
     """What an earlier run left in a folder."""
     names = ["config.json", "metrics.csv", "samples.jsonl", "curves.png", "checkpoints", "agent_[0-9]*", "base"]
@@ -118,9 +153,10 @@ class Run:
     """A run, and the folder that it writes: a context, in which `updates` goes through the updates, `log` ends each.
 
     It begins with its flags, before anything is loaded or written; `start` gives it what learns. Entering the context
-    takes the folder and, with --resume, restores all of the newest checkpoint, of `step` updates. SIGTERM and SIGINT
-    end the run after the update under way. However the loop ends, leaving the context saves, but where one of
-    several processes failed. Of many processes only the main one writes.
+    takes the folder and, with --resume, restores all of the newest checkpoint, of `step` updates. SIGTERM, SIGINT and
+    SIGHUP end the run after the update under way; what was done before it is saved at once, as a launcher may not wait
+    so long. However the loop ends, leaving the context saves, but where one of several processes failed. Of many
+    processes only the main one writes, and it decides on the folder.
 
     Its fields: `step`, updates done; `num_updates`; `rows` of metrics.csv; `totals`, seconds by phase; `folder`;
     `args`.
@@ -149,7 +185,8 @@ class Run:
         """
         self.memory_flags = dict(memory_flags)
         may_change = {*may_change, *(name for name, _ in self.memory_flags.values())}
-        self.folder = run_folder(args, script, subject, may_change)
+        distributed.check_restarts(args)
+        self.folder = distributed.decide(lambda: run_folder(args, script, subject, may_change))
         self.args = args
         self.script = script
         self.items_per_update = items_per_update
@@ -173,8 +210,11 @@ class Run:
         self.started = time.time()
         self.drawn_at = 0.0
         self.drawing_seconds = 0.0
+        self.saved_at = 0.0
+        self.saving_seconds = 0.0
         self.signal = 0  # that is to end the run
         self.signal_time = None
+        self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.tracker = Tracker()
         self.bar = None
         self.lock = None
@@ -193,37 +233,43 @@ class Run:
         self.save = save
         self.load = load
         self.save_together = self.args.shard
-        self.random = random_state(generator)  # after the last update that was logged
         return self
 
     def __enter__(self):
         try:
-            if distributed.is_main():
-                with writing(self.folder):
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    self.lock = lock(self.folder)
+            distributed.decide(self.take)
             if self.args.resume:
                 self.restore()
-            if distributed.is_main():
-                with writing(self.folder):
-                    self.begin()
+            self.random = distributed.gather_objects(random_state(self.generator))  # after the last logged update
+            distributed.decide(self.begin)
         except BaseException:
             self.release()
             raise
         for agent in self.agents:
-            self.hooks += [optimizer.register_step_post_hook(self.on_learning) for optimizer in agent.optimizers]
+            for optimizer in agent.optimizers:
+                self.hooks.append(optimizer.register_step_pre_hook(self.before_step))
+                self.hooks.append(optimizer.register_step_post_hook(self.after_step))
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self.handlers[number] = signal.signal(number, self.on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                    self.handlers[number] = signal.signal(number, self.on_signal)
         torch.use_deterministic_algorithms(self.args.deterministic)
         if self.args.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         return self
 
+    def take(self):
+        """Make the folder, and keep other runs out of it. Raises UserError."""
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = lock(self.folder)
+
     def restore(self):
-        """Take up the newest whole checkpoint, where there is one. Raises UserError."""
-        path, state = newest_whole(self.folder / "checkpoints", distributed.say)
+        """Take up the newest whole checkpoint; a run that has done nothing yet begins anew. Raises UserError."""
+        path, state = distributed.decide(lambda: newest_whole(self.folder / "checkpoints", distributed.say))
         if path is None:
+            distributed.decide(lambda: check_untrained(self.folder))
+            distributed.say(f"{self.folder} has no checkpoint yet, and begins anew")
             return
         here = distributed.world_size()
         there = len(state["random"])
@@ -244,13 +290,16 @@ class Run:
         self.tracker.id = state["wandb"]
         self.started -= state["elapsed"]
         if distributed.rank() < there:  # a process that is new begins with its own seed
-            self.random = state["random"][distributed.rank()]
-            restore_random_state(self.random, self.generator)
+            restore_random_state(state["random"][distributed.rank()], self.generator)
         next_begun = ", and some of the next" if state["learning"] else ""
         distributed.say(f"going on from {path}: {self.step} of {self.num_updates} updates are done{next_begun}")
 
     def begin(self):
         """Make the folder what it is after `step` updates: flags, rows of metrics, samples; nothing of an older run."""
+        with writing(self.folder):
+            self.write_begun()
+
+    def write_begun(self):
         samples = []
         if self.step:
             try:
@@ -285,18 +334,41 @@ class Run:
             self.tracker.start(self.folder, self.args, config)
         tqdm.write(f"writing {self.folder}")
 
-    def on_learning(self, *_):
+    def before_step(self, *_):
+        if self.signal:
+            self.save_early()
+
+    def after_step(self, *_):
         self.learning = True
 
     def on_signal(self, number, frame):
         if self.signal_time is None:
             self.signal = number
             self.signal_time = time.monotonic()
-            what = "the update under way is finished and saved, then the run stops; once more, and it stops at once"
-            os.write(2, f"\n{signal.Signals(number).name}: {what}\n".encode())
+            if number == signal.SIGHUP:  # nobody reads there any more, and writing there is an error
+                for stream in self.terminals:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            if distributed.is_main():
+                os.write(2, f"\n{signal.Signals(number).name}: {self.what_follows()}\n".encode())
+            if self.current_phase in ("sample", "reward", "evaluate"):  # no weights are half changed
+                self.save_early()
         elif time.monotonic() - self.signal_time > 1:  # sooner it is no second one: `timeout` sends its own twice
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+    def what_follows(self):
+        """What a first signal brings, and in how many seconds, where a launcher is known not to wait for longer."""
+        seconds = distributed.seconds_to_stop()
+        finished = "the update under way is finished and saved" + (f", if {seconds} s suffice" if seconds else "")
+        return f"{finished}, then the run stops; once more, and it stops at once"
+
+    def save_early(self):
+        """Save what there was before the update under way, or, while it learns, what there is: it may be killed soon.
+
+        Not where models are sharded: all processes would have to be at the same place.
+        """
+        if distributed.is_main() and self.saved_step < self.step and not self.save_together:
+            self.write_checkpoint()
 
     # --- What the loop calls ---
 
@@ -343,7 +415,7 @@ class Run:
         self.phase("log, save")
         self.step += 1
         self.learning = False
-        self.random = random_state(self.generator)
+        self.random = distributed.gather_objects(random_state(self.generator))
         row = {
             "global_step": self.step * self.args.rollout_buffer_size,
             "epoch": self.step / self.updates_per_epoch,
@@ -363,9 +435,9 @@ class Run:
         if distributed.is_main():
             with writing(self.folder):
                 self.record(row, items, rollouts)
-        signals = distributed.gather(torch.tensor([self.signal], device=self.generator.device))
-        number = int(signals.max())
-        if number or self.args.save_interval and self.step % self.args.save_interval == 0:
+        decisions = distributed.gather_objects((self.signal, self.is_save_due()))
+        number = max(number for number, _ in decisions)
+        if number or decisions[0][1]:  # the main process's
             self.checkpoint()
         self.phase(None)
         if number:
@@ -394,7 +466,7 @@ class Run:
             speed = row["samples_per_second"] or 0.0
             self.bar.set_postfix_str(f"reward {row['reward_mean']:.2f}, {speed:.0f} samples/s")
         self.tracker.log({key: value for key, value in row.items() if value is not None}, row["global_step"])
-        if time.time() - self.drawn_at > 50 * self.drawing_seconds:  # drawing may take 2 % of the time
+        if time.time() - self.drawn_at > SPARE * self.drawing_seconds:
             self.draw()
 
     def write_metrics(self):
@@ -419,30 +491,44 @@ class Run:
         self.drawn_at = time.time()
         self.drawing_seconds = self.drawn_at - start
 
+    def is_save_due(self):
+        """Whether a checkpoint comes after this update, by --save-interval."""
+        interval = self.args.save_interval
+        if interval is None:
+            return time.time() - self.saved_at > SPARE * self.saving_seconds
+        return interval > 0 and self.step % interval == 0
+
     def checkpoint(self):
         """Save the run as it is after `step` updates, or in the midst of learning from the next. Raises WriteError."""
-        states = distributed.gather_objects(self.random)
         if distributed.is_main():
-            state = {
-                "step": self.step,
-                "learning": self.learning,
-                "agents": [{"skipped": getattr(agent, "num_skipped", 0)} for agent in self.agents],
-                "totals": self.totals,
-                "elapsed": time.time() - self.started,
-                "wandb": self.tracker.id,
-                "random": states,
-            }
-            with writing(self.folder):
-                for name in ("metrics.csv", "samples.jsonl", ""):
-                    sync(self.folder / name)
-
-            def write(path):
-                self.save(path, self.agents, checkpoint=True)
-
-            write_checkpoint(self.folder / "checkpoints", self.step, write, state, self.args.keep_checkpoints)
+            self.write_checkpoint()
         elif self.save_together:
             self.save(self.folder, self.agents, checkpoint=True)
         self.saved_step = self.step
+
+    def write_checkpoint(self):
+        """Save what all processes have alike, and their random generators, as this process."""
+        start = time.time()
+        state = {
+            "step": self.step,
+            "learning": self.learning,
+            "agents": [{"skipped": getattr(agent, "num_skipped", 0)} for agent in self.agents],
+            "totals": self.totals,
+            "elapsed": time.time() - self.started,
+            "wandb": self.tracker.id,
+            "random": self.random,
+        }
+        with writing(self.folder):
+            for name in ("metrics.csv", "samples.jsonl", ""):
+                sync(self.folder / name)
+
+        def write(path):
+            self.save(path, self.agents, checkpoint=True)
+
+        write_checkpoint(self.folder / "checkpoints", self.step, write, state, self.args.keep_checkpoints)
+        self.saved_step = self.step
+        self.saved_at = time.time()
+        self.saving_seconds = self.saved_at - start
 
     def add_up(self):
         """Add the seconds by phase since the last call to the totals; what they were."""
