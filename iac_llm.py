@@ -59,7 +59,7 @@ class TrainingArgs:
     """How long, from which seed."""
 
     seed: NonNegativeInt = 1  # seed of everything random: the same seed gives the same run
-    num_train_epochs: PositiveInt = 3  # passes over the training set
+    num_train_epochs: PositiveInt | None = None  # passes over the training set; none: 3, or what --max-steps takes
     max_steps: PositiveInt | None = None  # joint samples after which the run ends, in whole updates; none: no such end
     eval_interval: NonNegativeInt = 12  # updates between evaluations on the held-out items; 0: never
 
@@ -772,6 +772,9 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     agents = build_agents(args, device, run.num_updates, model, tokenizer)
     generator = distributed.generator(args.seed, device)
     with run.start(agents, generator):  # which resumes (--resume), and saves however it ends
+        if held_out_items and run.step == 0 and args.eval_interval:
+            run.phase("evaluate")
+            run.untrained = evaluate(agents, task, held_out_items, args)
         for step, items in run.updates(train_items):  # this process's items of an update
             # 1. Every agent answers; the team is scored, turn by turn.
             items = [item for item in items for _ in range(args.num_generations)]

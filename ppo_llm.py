@@ -62,7 +62,7 @@ class TrainingArgs:
     """How long, from which seed."""
 
     seed: NonNegativeInt = 1  # seed of everything random: the same seed gives the same run
-    num_train_epochs: PositiveInt = 3  # passes over the training set
+    num_train_epochs: PositiveInt | None = None  # passes over the training set; none: 3, or what --max-steps takes
     max_steps: PositiveInt | None = None  # joint samples after which the run ends, in whole updates; none: no such end
     evaluation_interval: NonNegativeInt = 25  # updates between evaluations; 0: never
     eval_loop: PositiveInt | None = None  # held-out episodes in an evaluation; none: 256 games, all items of a task
@@ -1049,6 +1049,9 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     generator = distributed.generator(args.seed, device)
     save = functools.partial(adapters.save_agents, with_optimizer=args.save_optimizer, with_base=args.save_base)
     with run.start(agents, generator, save, adapters.load_agents):  # which resumes, and saves however it ends
+        if held_out_items and run.step == 0 and args.evaluation_interval:
+            run.phase("evaluate")
+            run.untrained = evaluate(agents, task, held_out_items, args)
         for step, items in run.updates(train_items):  # this process's items of an update
             # 1. Every agent plays, and the environment or the task scores.
             items = [item for item in items for _ in range(args.num_generations)]

@@ -64,7 +64,7 @@ def pair(tmp_path_factory):
 def test_a_run_that_max_steps_ended_is_finished(tmp_path):
     run = train(tmp_path / "run", ippo_llm, task="number", max_new_tokens=4, train_size=24, max_steps=9)
     assert len(enjoy.show(run, items=2)) == 2
-    set_flags(tmp_path / "run", max_steps=17)
+    set_config(tmp_path / "run", num_updates=3)
     with pytest.raises(UserError, match="run is not finished: 2 of 3 updates are done"):
         enjoy.show(run)
 
@@ -97,8 +97,12 @@ def texts(samples, team):
 
 def set_flags(folder, **flags):
     config = json.loads((folder / "config.json").read_text())
-    config["args"] |= flags
-    (folder / "config.json").write_text(json.dumps(config))
+    set_config(folder, args=config["args"] | flags)
+
+
+def set_config(folder, **values):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
 
 
 def prompts_of(agent, tokenizer, items=None):
@@ -266,12 +270,15 @@ def test_an_episode_that_fails_has_no_reward_and_one_without_room_ends(guess, tm
     run = shutil.copytree(guess, tmp_path / "run")
     (tmp_path / "failing.py").write_text(FAILING)
     set_flags(run, env=str(tmp_path / "failing.py"))
-    whole, failed = enjoy.show(run, items=2)
+    with pytest.raises(UserError, match=f"takes the code in {tmp_path}/failing.py: add --env FILE.py"):
+        enjoy.show(run, items=2)
+    env = str(tmp_path / "failing.py")
+    whole, failed = enjoy.show(run, items=2, env=env)
     assert whole["trained"]["reward"] == 3.0 and failed["trained"]["reward"] is None
     assert "it broke" in enjoy.as_text([failed]) and "it broke" in enjoy.page(run, [failed])
     assert enjoy.mean_rewards([whole, failed])[0] == {"untouched": 3.0, "trained": 3.0}
     set_flags(run, max_model_len=24)
-    (short,) = enjoy.show(run, items=1)
+    (short,) = enjoy.show(run, items=1, env=env)
     assert short["trained"]["reward"] < 3.0
 
 
@@ -279,7 +286,7 @@ def test_an_episode_that_its_environment_cuts_short_ends(guess, tmp_path):
     run = shutil.copytree(guess, tmp_path / "run")
     (tmp_path / "cut.py").write_text(FAILING.replace("1.0, False, False", "1.0, False, True"))
     set_flags(run, env=str(tmp_path / "cut.py"))
-    (sample,) = enjoy.show(run, items=1)
+    (sample,) = enjoy.show(run, items=1, env=str(tmp_path / "cut.py"))
     assert sample["trained"]["rewards"] == [[1.0]] and len(sample["trained"]["completions"][0]) == 1
 
 
@@ -407,9 +414,10 @@ def test_what_is_no_finished_run_is_an_error_of_one_line(copied, tmp_path):
     refuses("--html", flags=("--html", tmp_path / "none/page.html"))
     config, metrics = ((copied / name).read_text() for name in ("config.json", "metrics.csv"))
 
-    set_flags(copied, num_train_epochs=2)
+    set_config(copied, num_updates=2)
     refuses("1 of 2 updates are done", "--resume")
-    set_flags(copied, num_train_epochs=1, task="gone.py")
+    set_config(copied, num_updates=1)
+    set_flags(copied, task="gone.py")
     refuses("gone.py")
     set_flags(copied, task="tldr", model=["no/model"])
     refuses("no/model")
@@ -449,7 +457,30 @@ def test_a_task_that_fails_is_an_error(copied, tmp_path):
     (tmp_path / "mine.py").write_text(parts + "def reward_func(*texts):\n    raise ValueError('no')\n")
     set_flags(copied, task=str(tmp_path / "mine.py"))
     with pytest.raises(TaskError, match="reward_func"):
+        run_command(copied, "--task", tmp_path / "mine.py")
+
+
+IMPORTED = "open({!r}, 'w').close()\n"
+
+
+@pytest.mark.parametrize("name", ["task", "script"])
+def test_code_that_a_strangers_folder_names_is_not_run(name, copied, tmp_path):
+    (tmp_path / "theirs.py").write_text(IMPORTED.format(str(tmp_path / "was_here")))
+    if name == "task":
+        set_flags(copied, task=str(tmp_path / "theirs.py"))
+    else:
+        set_flags(copied, task=None)
+        set_config(copied, script=str(tmp_path / "theirs.py"))
+    with pytest.raises(UserError, match="takes the code in .*/theirs.py: add --task FILE.py, if you trust it"):
         run_command(copied)
+    assert not (tmp_path / "was_here").exists()
+
+
+def test_code_of_models_is_not_taken_by_the_word_of_a_folder(copied):
+    set_flags(copied, trust_remote_code=True)
+    with pytest.raises(UserError, match="add --trust-remote-code, if you trust it"):
+        run_command(copied)
+    assert len(run_command(copied, "--items", 1, "--trust-remote-code")) == 1
 
 
 def test_an_error_is_one_line_and_exit_code_2(monkeypatch, capsys):

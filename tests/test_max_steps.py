@@ -21,6 +21,32 @@ def test_a_run_ends_after_so_many_samples_rounded_up_to_an_update(script, max_st
 
 
 @every_script
+def test_it_alone_says_how_long_a_run_is(script, undisturbed):
+    _, run = train(script, max_steps=21, num_train_epochs=None, **CONSTANT[script])  # 12 items, 4 an update
+    assert [row["epoch"] for row in run.rows] == pytest.approx([k / 3 for k in range(1, 7)])
+    train(script, num_train_epochs=2, folder="other", **CONSTANT[script])
+    assert timeless("run") == timeless("other")
+
+
+@every_script
+def test_where_the_epochs_end_a_run_before_it_that_is_said(script, capsys):
+    train(script, max_steps=16)
+    said = "--num-train-epochs 1 ends the run after 12 of --max-steps 16 samples"
+    assert said in capsys.readouterr().out
+    train(script, max_steps=12, folder="other")
+    assert "--num-train-epochs" not in capsys.readouterr().out
+
+
+def test_without_both_a_run_has_three_epochs_and_may_have_more_when_it_goes_on():
+    _, run = train("ippo", num_train_epochs=None)
+    assert run.num_updates == 9
+    with pytest.raises(UserError, match="these differ: --num-train-epochs 3 there, 2 here$"):
+        train("ippo", num_train_epochs=2, resume="run")
+    _, run = train("ippo", num_train_epochs=4, resume="run")
+    assert run.num_updates == len(run.rows) == 12
+
+
+@every_script
 def test_a_run_that_its_epochs_end_is_the_same_with_it(script, undisturbed):
     train(script, max_steps=12)
     assert_same_run("run", undisturbed(script))

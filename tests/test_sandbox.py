@@ -43,12 +43,16 @@ def processes():
     return found
 
 
-def attack(program, layers, test="assert f() == 1"):
-    """The verdict on a hostile program, when its neighbours and the next batch were scored rightly and it is gone."""
+def attack(program, layers, test="assert f() == 1", by="program"):
+    """The verdict on a hostile program, when its neighbours and the next batch were scored rightly and it is gone.
+
+    `by` "test": the same attack, by the tests of a harmless program.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before, used = set(os.listdir("/tmp")), shutil.disk_usage("/").used
-        jobs = [GOOD, (program, test, "f"), GOOD]
+        job = (program, test, "f") if by == "program" else (GOOD[0], f"{program}\n{test}", "double")
+        jobs = [GOOD, job, GOOD]
         _, verdict, after = run_tests(jobs, workers=2, seconds=SECONDS, without=layers)
         assert after == PASSED
         assert run_tests([GOOD], seconds=SECONDS, without=layers) == [PASSED]
@@ -140,6 +144,19 @@ def test_hostile_program_fails_without_some_layers(name, layers):
     assert verdict.passed == 0, verdict
 
 
+OF_TESTS = [*BY_SYSTEM, "thread", "shared memory", "endless loop at import", "os._exit", "closes its pipe"]
+OF_TESTS += ["garbage to its pipe", "flood to its pipe", "nested garbage", "1 GB on standard output"]
+
+
+@pytest.mark.parametrize("name", OF_TESTS)
+def test_hostile_test_of_a_dataset_fails_and_leaves_the_others_alone(name):
+    verdict = attack(HOSTILE[name], (), by="test")
+    assert verdict.passed == 0 and verdict.error and "\n" not in verdict.error
+
+
+by_both = pytest.mark.parametrize("by", ["program", "test"])
+
+
 @pytest.fixture
 def open_folder():
     """A folder that every user may enter and change, unlike tmp_path, so that only the sandbox keeps them out."""
@@ -148,7 +165,8 @@ def open_folder():
         yield Path(folder)
 
 
-def test_files_stay_and_stay_unread(layers, open_folder, monkeypatch):
+@by_both
+def test_files_stay_and_stay_unread(by, layers, open_folder, monkeypatch):
     canary = open_folder / "canary"
     canary.write_text("secret of the home")
     canary.chmod(0o666)
@@ -178,7 +196,7 @@ attempt(os.rmdir, {str(open_folder)!r})
 def f():
     return done
 """
-    verdict = attack(program, layers, "for what in f():\n    raise ValueError(what)\nassert f() == []")
+    verdict = attack(program, layers, "for what in f():\n    raise ValueError(what)\nassert f() == []", by)
     assert verdict == Verdict(1, 1, ""), verdict
     assert canary.read_text() == "secret of the home" and os.listdir(open_folder) == ["canary"]
     assert canary.stat().st_mode & 0o777 == 0o666
@@ -200,13 +218,15 @@ def f():
     assert verdict == Verdict(1, 1, "")
 
 
-def test_python_folder_is_read_only(layers):
+@by_both
+def test_python_folder_is_read_only(by, layers):
     program = "import os\ndef f():\n    open(os.path.dirname(os.__file__) + '/hostile.py', 'w')\n    return 1"
-    assert attack(program, layers).passed == 0
+    assert attack(program, layers, by=by).passed == 0
     assert not os.path.exists(os.path.dirname(os.__file__) + "/hostile.py")
 
 
-def test_secret_in_the_environment_stays_secret(layers, monkeypatch):
+@by_both
+def test_secret_in_the_environment_stays_secret(by, layers, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "sesame")
     program = """
 import ctypes, glob, os
@@ -219,10 +239,12 @@ def f():
             pass
     return "".join(found)
 """
-    assert attack(program, layers, "assert 'sesame' not in f()\nassert f() == '{}0'") == Verdict(2, 2, "")
+    test = "text = f()\nassert 'ses' + 'ame' not in text\nassert text == '{}0'"
+    assert attack(program, layers, test, by) == Verdict(2, 2, "")
 
 
-def test_network_is_out_of_reach(layers):
+@by_both
+def test_network_is_out_of_reach(by, layers):
     program = """
 import socket
 def f(port):
@@ -232,18 +254,23 @@ def f(port):
 """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.1)
-        verdict = attack(program, layers, f"assert f({listener.getsockname()[1]}) == 1")
+        verdict = attack(program, layers, f"assert f({listener.getsockname()[1]}) == 1", by)
         with pytest.raises(TimeoutError):
             listener.accept()
     assert verdict.passed == 0 and ("PermissionError" in verdict.error or "OSError" in verdict.error), verdict
 
 
-def test_killing_everything_kills_nothing_else(layers):
+@by_both
+def test_killing_everything_kills_nothing_else(by, layers):
     program = "import os\ndef f():\n    for pid in (-1, os.getppid() or -1, *range(2, 500)):\n        try:\n"
     program += (
         "            os.kill(pid, 0)\n            return 1\n        except OSError:\n            pass\n    return 0"
     )
-    assert attack(program, layers).passed == 0  # signal 0 only asks whether it might
+    if (
+        by == "test"
+    ):  # which has no process namespace of its own, where -1 is nobody; here it is all, and never an error
+        program = program.replace("(-1, ", "(")
+    assert attack(program, layers, by=by).passed == 0  # signal 0 only asks whether it might
 
 
 def test_parallel_hostile_programs_do_not_reach_each_other(layers):

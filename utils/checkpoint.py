@@ -146,28 +146,35 @@ def check_whole(path):
 
 
 def random_state(generator):
-    """The state of all random generators of this process, `generator` (torch's) among them, as JSON values."""
+    """The state of all random generators of this process, `generator` (torch's) among them, as JSON values.
+
+    Of GPUs it has that of the process's own, on which `generator` is.
+    """
     kind, keys, *rest = numpy.random.get_state()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    device = generator.device
     return {
+        "device": device.type,
         "python": random.getstate(),
         "numpy": [kind, keys.tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
         "generator": generator.get_state().tolist(),
-        "cuda": [x.tolist() for x in gpus],
+        "gpu": torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None,
     }
 
 
 def restore_random_state(state, generator):
-    """Set all random generators of this process."""
+    """Set all random generators of this process; False where its device's, which was of another kind, are left out."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    if state["device"] != generator.device.type:
+        return False
     generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all([torch.tensor(x, dtype=torch.uint8) for x in state["cuda"]])
+    if state["gpu"]:
+        torch.cuda.set_rng_state(torch.tensor(state["gpu"], dtype=torch.uint8), generator.device)
+    return True
 
 
 # --- Agents that are models -------------------------------------------------------------------------------------------

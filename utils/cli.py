@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Annotated
 
@@ -35,9 +36,15 @@ class Stopped(UserError):
         self.exit_code = 128 + signal
 
 
+def printable(text):
+    """A text with U+FFFD for what steers a terminal, and for what no file takes."""
+    bad = {c for c in text if unicodedata.category(c) in ("Cc", "Cs")} - {"\n", "\t"}
+    return "".join("\N{REPLACEMENT CHARACTER}" if c in bad else c for c in text)
+
+
 def one_line(text, most=200):
-    """A text of any shape as one line of at most so many characters."""
-    text = " ".join(str(text).split())
+    """A text of any shape as one line of at most so many characters, that may be printed."""
+    text = printable(" ".join(str(text).split()))
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from utils.cli import UserError, check_needs, flag_name, one_line
+from utils.cli import UserError, check_needs, flag_name, one_line, printable
 
 # Under which names MPI's launchers announce a process: its rank, its rank on this machine, the number of processes
 MPI = [
@@ -166,6 +166,19 @@ def mean(x):
     return x if world_size() == 1 else total(x) / world_size()
 
 
+def mean_by_name(numbers):
+    """The means of numbers or scalar tensors by name, each over the processes that have it, as floats."""
+    here = {name: float(x) for name, x in numbers.items()}
+    if world_size() == 1:
+        return here
+    everywhere = gather_objects(here)
+    means = {}
+    for name in dict.fromkeys(name for there in everywhere for name in there):
+        found = [there[name] for there in everywhere if name in there]
+        means[name] = sum(found) / len(found)
+    return means
+
+
 def gather(x):
     """The tensors of all processes, [R, ...], each with an R of its own, as one, in order of rank."""
     if world_size() == 1:
@@ -218,4 +231,4 @@ def average_gradients(parameters):
 def say(text):
     """Print a line above the progress bar, on the main process only."""
     if is_main():
-        tqdm.write(text)
+        tqdm.write(printable(text))

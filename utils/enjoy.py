@@ -17,7 +17,6 @@ import os
 import shlex
 import shutil
 import textwrap
-import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,18 +29,21 @@ import tyro
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from utils.adapters import add_adapters, check_base, load_adapter
-from utils.cli import UserError, command_line, flags, one_line
+from utils.cli import UserError, command_line, flags, one_line, printable
 from utils.engine import max_length
+from utils.envs import BUILT_IN as BUILT_IN_ENVS
 from utils.envs import Games, load_env
 from utils.files import WriteError, read_json, read_rows, write_whole
 from utils.lora import read_config
 from utils.models import check_model, load_model, load_tokenizer, per_agent
 from utils.prompts import end_tokens, pad_left, render, reply
 from utils.report import draw_curves
+from utils.tasks import BUILT_IN as BUILT_IN_TASKS
 from utils.tasks import load_items, load_task
 from utils.tasks.episodes import Episodes, call
 from utils.tasks.lengths import fit_prompts, prompt_limit
 
+ROOT = Path(__file__).resolve().parent.parent  # of the project
 TEAMS = ("untouched", "trained")
 ROWS = 64  # prompts answered at once
 # Flags of a run that must be there, with their types, and what stands for those that only some scripts have
@@ -49,7 +51,6 @@ NEEDED = {
     "seed": int,
     "model": (str, list),
     "num_agents": int,
-    "num_train_epochs": int,
     "eval_size": int,
     "trust_remote_code": bool,
     "temperature": (int, float),
@@ -70,7 +71,6 @@ ABSENT = {
     "max_model_len": None,
     "early_termination_threshold": None,
     "reward_timeout": None,
-    "max_steps": None,
     "max_prompt_length": None,
     "long_prompts": "drop",
     "vllm_config": {},
@@ -88,6 +88,9 @@ class EnjoyArgs:
     seed: NonNegativeInt = 1  # seed of the sampling, the same for both teams
     do_sample: bool = True  # sample as the run did; --no-do-sample: take the likeliest token
     temperature: PositiveFloat | None = None  # the logits are divided by it; none: as in the run
+    task: str | None = None  # a FILE.py that the run names as its task, or its script: it is imported, and so run
+    env: str | None = None  # a FILE.py that the run names as its environment, or its script: it is imported, and so run
+    trust_remote_code: bool = False  # run code that comes with the run's models
 
 
 @flags
@@ -134,9 +137,7 @@ def read_run(run):
     try:
         command = Path(config["command"][0]).name
         rows = read_rows(path.parent / "metrics.csv")
-        updates = int(values["num_train_epochs"] * len(rows) / rows[-1]["epoch"] + 1e-3) if rows else 1
-        if rows and values["max_steps"]:
-            updates = min(updates, math.ceil(values["max_steps"] * len(rows) / rows[-1]["global_step"]))
+        updates = int(config["num_updates"])
     except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{run} has no config.json and metrics.csv that can be read: {one_line(error)}") from error
     missing = [i for i in range(values["num_agents"]) if not (path.parent / f"agent_{i}").is_dir()]
@@ -329,13 +330,31 @@ def episode(rewards, prompts, completions, note=None):
     return {"reward": reward, "rewards": rewards, "prompts": prompts, "completions": completions, "note": note}
 
 
-def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None):
+def allow(run, args, task=None, env=None, trust_remote_code=False):
+    """Take from a run's folder, which may be a stranger's, no code to run but the project's own and what is named here.
+
+    Raises UserError for other code, which the flags in its config.json ask for.
+    """
+    for name, named, built_in in (("task", task, BUILT_IN_TASKS), ("env", env, BUILT_IN_ENVS)):
+        there = getattr(args, name)
+        of_project = str(there).endswith(".py") and Path(there).resolve().parent == ROOT
+        if named is not None:
+            setattr(args, name, named)
+        elif there is not None and there not in built_in and not of_project:
+            code = f"the code in {one_line(there, 80)}"
+            raise UserError(f"{run} takes {code}: add --{name} FILE.py, if you trust it, and that is run")
+    if args.trust_remote_code and not trust_remote_code:
+        raise UserError(f"{run} takes the code that comes with its models: add --trust-remote-code, if you trust it")
+
+
+def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None, **code):
     """What both teams write, a dict for each item: the `item`, and the episodes of `untouched` and `trained`.
 
     An episode has the team's `reward` (or None, and a `note` that says why) and, lists of N lists over the turns,
-    `rewards`, `prompts` (the last message of each) and `completions`. Raises UserError.
+    `rewards`, `prompts` (the last message of each) and `completions`. `code` is what `allow` takes. Raises UserError.
     """
     _, args = read_run(run)
+    allow(run, args, **code)
     args.do_sample = do_sample and args.do_sample
     args.temperature = temperature or args.temperature
     if prompt is not None and (not prompt.strip() or prompt != prompt.encode(errors="replace").decode()):
@@ -397,12 +416,6 @@ def turns(team, agent):
 def facts(item):
     """What an item holds, as pairs of texts."""
     return [(str(k), str(v)) for k, v in item.items()] if isinstance(item, dict) else [("item", str(item))]
-
-
-def printable(text):
-    """A text with U+FFFD for what steers a terminal, and for what no file takes."""
-    bad = {c for c in text if unicodedata.category(c) in ("Cc", "Cs")} - {"\n", "\t"}
-    return "".join("\N{REPLACEMENT CHARACTER}" if c in bad else c for c in text)
 
 
 def as_text(samples, width=None):
@@ -539,7 +552,8 @@ def main(args):
     file = Path(args.html or "page.html")
     if os.path.isdir(file) or not os.path.isdir(file.parent):
         raise UserError(f"--html takes a file to write, in a folder that is there, got {one_line(file, 80)}")
-    samples = show(args.run, args.items, args.prompt, args.seed, args.do_sample, args.temperature)
+    code = {"task": args.task, "env": args.env, "trust_remote_code": args.trust_remote_code}
+    samples = show(args.run, args.items, args.prompt, args.seed, args.do_sample, args.temperature, **code)
     print(as_text(samples))
     if args.html:
         try:

@@ -5,17 +5,17 @@ import textwrap
 
 from matplotlib.figure import Figure
 
-from utils.cli import one_line
+from utils.cli import one_line, printable
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#555555"]  # Okabe and Ito
 
 
 def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
-    """curves.png: reward, response lengths, entropy, value loss, explained variance, distance to the initial model."""
+    """curves.png: reward, response lengths, entropy, value loss, explained variance, distance to the reference."""
     steps = [row["global_step"] for row in rows]
     agents = [key.split("/")[0] for key in rows[0] if key.endswith("/policy_loss")]
     figure = Figure(figsize=(12, 6.5), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10, parse_math=False)
     axes = figure.subplots(2, 3).flat
 
     def panel(label, lines):
@@ -40,6 +40,10 @@ def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
     if held_out_rows:
         at = [row["global_step"] for row in held_out_rows]
         values = [row[held_out] for row in held_out_rows]
+        untrained = rows[0].get(f"{held_out}_untrained")
+        if untrained is not None:
+            at.insert(0, 0)
+            values.insert(0, untrained)
         reward.plot(at, values, "o", color="black", markersize=5, label="held-out items")
     if optimum is not None:
         reward.axhline(optimum, color="black", linestyle="--", linewidth=1, label="optimal play")
@@ -50,7 +54,7 @@ def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
     panel("explained variance of the critic", per_agent("explained_variance")).set_ylim(-1.05, 1.05)
     reference_logprobs = [row.get("reference_logprob") for row in rows]
     measured = None not in reference_logprobs  # not in a run that has no reference
-    panel("log-prob. a token under the initial model", [("team", reference_logprobs)] if measured else [])
+    panel("log-prob. a token under the reference", [("team", reference_logprobs)] if measured else [])
     figure.savefig(path, dpi=100)
 
 
@@ -71,15 +75,17 @@ def time_table(totals, elapsed):
 
 
 def side_by_side(samples, width=None):
-    """Joint samples as text, the agents' responses in columns."""
+    """Joint samples as text for a terminal, the agents' responses in columns."""
     width = width or min(160, shutil.get_terminal_size((120, 24)).columns)
     lines = []
     for sample in samples:
         texts = sample["completions"]
         column = max(20, (width - 3 * (len(texts) - 1)) // len(texts))
-        item = "  ".join(f"{key}: {one_line(value)}" for key, value in sample["item"].items())
+        item = sample["item"]
+        if isinstance(item, dict):
+            item = "  ".join(f"{key}: {one_line(value)}" for key, value in item.items())
         lines += ["", f"sample of update {sample['update']}, reward {sample['reward']:.2f}"]
-        lines += [*textwrap.wrap(item, width), ""]
+        lines += [*textwrap.wrap(str(item), width), ""]
         cells = []
         for i, text in enumerate(texts):
             cells.append([f"agent {i}:"])
@@ -88,7 +94,7 @@ def side_by_side(samples, width=None):
         for k in range(max(map(len, cells))):
             row = [cell[k] if k < len(cell) else "" for cell in cells]
             lines.append(" | ".join(text.ljust(column) for text in row).rstrip())
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def as_text(turns):

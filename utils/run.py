@@ -50,6 +50,7 @@ from utils.tracking import Tracker
 
 SPARE = 50  # drawing curves, and saving where no interval is given, is done once in so many times its own seconds
 SAMPLES = 2  # joint samples written of each update
+EPOCHS = 3  # passes over the training set, where neither --num-train-epochs nor --max-steps says
 SHOWN = 200  # of the last joint samples, kept to be shown at the end
 PHASES = ("sample", "reward", "learn")  # whose seconds are in metrics.csv, and make the speeds
 PACKAGES = "torch transformers peft datasets tokenizers safetensors numpy pydantic tyro wandb matplotlib tqdm"
@@ -115,6 +116,8 @@ def check_same_flags(folder, args, may_change, may_grow):
     differing = []
     for name, there in flags_of(folder, type(args)).items():
         here = getattr(args, name)
+        if name == "num_train_epochs" and here != there:
+            here, there = here or EPOCHS, there or EPOCHS
         longer = name in may_grow and there is not None and (here is None or here > there)
         if here != there and name not in free and not longer:
             differing.append(f"{flag_name(name)} {there} there, {here} here")
@@ -147,6 +150,23 @@ def outputs(folder):
 
 
 # --- The run ----------------------------------------------------------------------------------------------------------
+
+
+def length(args, num_items, items_per_update):
+    """(passes over the items, updates) of a run: --max-steps ends its epochs, and, given alone, says how many."""
+    epochs = args.num_train_epochs or EPOCHS
+    if not args.max_steps:
+        return epochs, epochs * num_items // items_per_update
+    updates = math.ceil(args.max_steps / args.rollout_buffer_size)
+    if args.num_train_epochs is None:
+        return math.ceil(updates * items_per_update / num_items), updates
+    held = epochs * num_items // items_per_update
+    if updates > held:
+        samples = held * args.rollout_buffer_size
+        distributed.say(
+            f"--num-train-epochs {epochs} ends the run after {samples} of --max-steps {args.max_steps} samples"
+        )
+    return epochs, min(updates, held)
 
 
 class Run:
@@ -190,9 +210,7 @@ class Run:
         self.args = args
         self.script = script
         self.items_per_update = items_per_update
-        self.num_updates = args.num_train_epochs * num_items // items_per_update
-        if args.max_steps:
-            self.num_updates = min(self.num_updates, math.ceil(args.max_steps / args.rollout_buffer_size))
+        self.num_epochs, self.num_updates = length(args, num_items, items_per_update)
         self.updates_per_epoch = num_items / items_per_update
         self.held_out_metric = held_out_metric
         self.optimum = optimum
@@ -207,6 +225,7 @@ class Run:
         self.seconds = {}  # seconds by phase, since then
         self.current_phase = None
         self.phase_start = 0.0
+        self.untrained = None  # reward on held-out items before the first update, if they are evaluated
         self.started = time.time()
         self.drawn_at = 0.0
         self.drawing_seconds = 0.0
@@ -215,6 +234,8 @@ class Run:
         self.signal = 0  # that is to end the run
         self.signal_time = None
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        if args.deterministic:  # read when a GPU is first used
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.tracker = Tracker()
         self.bar = None
         self.lock = None
@@ -254,8 +275,6 @@ class Run:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                     self.handlers[number] = signal.signal(number, self.on_signal)
         torch.use_deterministic_algorithms(self.args.deterministic)
-        if self.args.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         return self
 
     def take(self):
@@ -290,7 +309,10 @@ class Run:
         self.tracker.id = state["wandb"]
         self.started -= state["elapsed"]
         if distributed.rank() < there:  # a process that is new begins with its own seed
-            restore_random_state(state["random"][distributed.rank()], self.generator)
+            if not restore_random_state(state["random"][distributed.rank()], self.generator):
+                there = state["random"][distributed.rank()]["device"]
+                differs = f"random numbers there were of {there}: tokens are sampled with others here"
+                distributed.say(f"{self.folder} goes on on {self.generator.device.type}, and {differs}")
         next_begun = ", and some of the next" if state["learning"] else ""
         distributed.say(f"going on from {path}: {self.step} of {self.num_updates} updates are done{next_begun}")
 
@@ -318,6 +340,7 @@ class Run:
             "command": sys.argv,
             "script": str(Path(self.script).resolve()),
             "args": dataclasses.asdict(self.args),
+            "num_updates": self.num_updates,
             "versions": versions(),
             "git_commit": git_commit(),
         }
@@ -374,8 +397,8 @@ class Run:
 
     def updates(self, items):
         """Yield the number of each update and this process's items of it, with a progress bar."""
-        epochs = self.args.num_train_epochs
-        batches = tasks.batches(items, self.items_per_update, epochs, self.args.seed, self.step, self.num_updates)
+        epochs, seed = self.num_epochs, self.args.seed
+        batches = tasks.batches(items, self.items_per_update, epochs, seed, self.step, self.num_updates)
         self.bar = tqdm(
             batches,
             total=self.num_updates,
@@ -404,9 +427,9 @@ class Run:
         """End an update: write its metrics and its first joint samples, and save where it is time.
 
         `items` are the B items, `rollouts` one for each agent, `agent_metrics` a dict of each, `extra_metrics` a dict
-        of all, {name: scalar tensor or number} of this process: their means over the processes are written; so is that
-        of `held_out`, the reward on held-out items, if they were evaluated. Raises Stopped after a signal, WriteError
-        where the disk does not take it.
+        of all, {name: scalar tensor or number} of this process: their means over the processes that have them are
+        written, and `held_out`, the reward on held-out items, if they were evaluated. Raises Stopped after a signal,
+        WriteError where the disk does not take it.
         """
         metrics = team_metrics(rollouts) | by_agent(agent_metrics) | extra_metrics
         new_tokens = sum(rollout.response_mask.sum() for rollout in rollouts)
@@ -419,19 +442,19 @@ class Run:
         row = {
             "global_step": self.step * self.args.rollout_buffer_size,
             "epoch": self.step / self.updates_per_epoch,
-            **self.over_processes(distributed.mean, metrics),
+            **distributed.mean_by_name(metrics),
             **{f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES},
         }
         per_second = {
             "samples_per_second": self.args.rollout_buffer_size,
-            **self.over_processes(distributed.total, {"new_tokens_per_second": new_tokens}),
+            "new_tokens_per_second": float(distributed.total(new_tokens.double())),
         }
         spent = sum(seconds.get(phase, 0.0) for phase in PHASES)
         for name, amount in per_second.items():
             row[name] = amount / spent if spent else None
-        row[self.held_out_metric] = None
-        if held_out is not None:
-            row |= self.over_processes(distributed.mean, {self.held_out_metric: held_out})
+        row[self.held_out_metric] = None if held_out is None else float(held_out)
+        if self.step == 1 and self.untrained is not None:
+            row[f"{self.held_out_metric}_untrained"] = float(self.untrained)
         if distributed.is_main():
             with writing(self.folder):
                 self.record(row, items, rollouts)
@@ -445,11 +468,6 @@ class Run:
             raise Stopped(f"{stopped}; {self.how_to_go_on()}", number)
 
     # --- What is written ---
-
-    def over_processes(self, reduce, values):
-        """Numbers or scalar tensors by name, each reduced over the processes, as floats."""
-        numbers = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
-        return dict(zip(values, reduce(numbers.to(self.generator.device)).tolist()))
 
     def record(self, row, items, rollouts):
         self.rows.append(row)
@@ -627,7 +645,11 @@ class Run:
         outcome = f"reward: {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} over the last tenth of updates"
         held_out = [row[self.held_out_metric] for row in self.rows if row.get(self.held_out_metric) is not None]
         if held_out:
-            outcome += f"; {self.held_out_metric}: {held_out[-1]:.3f}"
+            outcome += f"; {self.held_out_metric}: "
+            untrained = self.rows[0].get(f"{self.held_out_metric}_untrained")
+            if untrained is not None:
+                outcome += f"{untrained:.3f} untrained, "
+            outcome += f"{held_out[-1]:.3f} in the end"
         if self.optimum is not None:
             outcome += f"; optimal play: {self.optimum:.3f}"
         return outcome

@@ -25,6 +25,7 @@ from utils.tasks import import_file, search_in
 from utils.tasks.episodes import call, check_timer, time_limit
 
 BUILT_IN = ("grid", "guess")
+MOST_GAMES = 500_000  # of one seed to train on, and to hold out
 
 
 @flags
@@ -69,9 +70,11 @@ def game_seeds(args, least, num_held_out, train_dataset=None, eval_dataset=None)
         raise UserError("train_dataset= and eval_dataset= are the data of a task; give task= or --task")
     if args.train_size < least:
         raise UserError(f"--train-size takes at least the games of an update, {least}, got {args.train_size}")
-    first = 1_000_000 * args.seed
+    if max(args.train_size, num_held_out) > MOST_GAMES:
+        raise UserError(f"--train-size and --eval-loop take at most {MOST_GAMES} games each: no seed is in two sets")
+    first = 2 * MOST_GAMES * args.seed
     train_items = [{"seed": first + k} for k in range(args.train_size)]
-    return train_items, [{"seed": first + 500_000 + k} for k in range(num_held_out)]
+    return train_items, [{"seed": first + MOST_GAMES + k} for k in range(num_held_out)]
 
 
 def label_of(env):

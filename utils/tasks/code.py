@@ -105,7 +105,8 @@ def reward_func(*completions, items, turn=0, num_turns=1):
         points = 0.4 * bool(aux) + 0.6 * bool(main)
         if verdict:
             points += 0.5 + verdict.passed / verdict.total
-            points += teamwork(find(program, item["entry_point"])) if aux and verdict.passed else 0.0
+            function = find(program, item["entry_point"])  # None where the program makes it in some other way
+            points += teamwork(function) if function and aux and verdict.passed else 0.0
             points *= num_turns - turn if verdict.passed == verdict.total else 1
         rewards.append(points)
     return rewards

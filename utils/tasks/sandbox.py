@@ -1,16 +1,17 @@
 """Score programs that a language model wrote by unit tests, without trusting them.
 
-Each job runs in a fresh interpreter that starts this file as a script and splits in three. The keeper, which touches
-no data, ends the other two in time. The player runs the program, shut in, and never holds the tests. The judge runs
+Each job runs in a fresh interpreter that starts this file as a script and splits in three. The keeper, which runs
+nothing of the job, ends the other two in time. The player runs the program, and never holds the tests. The judge runs
 the tests and calls the player's functions through a pipe; only plain data crosses it, and arrives as new None, bool,
 int, float, complex, str, bytes, list, tuple, set, frozenset and dict (a subclass, such as a Counter, as its plain
 type). So a program that exits, patches the builtins or returns an object that equals everything gains nothing by it.
+The judge is shut in as the player is, for the tests may be a stranger's too; they decide on their own verdict alone.
 
-The player gets limits on memory and time, may not write files, and cannot start threads or processes. On Linux it
-gets namespaces (no network, no other processes, no files but Python's own and the system's libraries), Landlock (the
-same for files, by path), a seccomp filter (no sockets, signals, processes, shared memory, nor any change to a file)
-and an unprivileged user without capabilities. What the kernel or the user does not give is left out, and
-missing_protection() says so; on other systems than Linux only the limits are left.
+Both get limits on memory and time, may not write files, and cannot start threads or processes. On Linux each gets
+namespaces (no network, no other processes, no files but Python's own and the system's libraries), Landlock (the same
+for files, by path), a seccomp filter (no sockets, signals, processes, shared memory, nor any change to a file) and an
+unprivileged user without capabilities. What the kernel or the user does not give is left out, and missing_protection()
+says so; on other systems than Linux only the limits are left.
 
 It does not protect from: holes in the kernel; what a program learns from timing; the load of all cores up to the
 limits; reading Python's own folder and the system's libraries; a helper which a test borrows from the program and which
@@ -41,6 +42,7 @@ if __name__ != "__main__":  # the script, started for each job, does without the
 
 
 LONGEST = 2**20  # bytes of one message of the player
+PLAYERS, JUDGES = 2_000_000_000, 3_000_000_000  # their users' numbers, before that of the keeper's process
 
 # What a seccomp filter denies, by the machine's number of it (on others than x86_64 there is none): sockets; signals;
 # touching other processes; new processes and namespaces; memory that no limit counts; making, renaming and removing
@@ -80,7 +82,7 @@ def run_tests(jobs, workers=None, seconds=5.0, memory=512, without=()):
         results = list(pool.map(run, jobs))
     finally:
         pool.shutdown(cancel_futures=True)
-    return [Verdict(r.get("passed", 0), total, r["error"]) for r, total in zip(results, totals)]
+    return [Verdict(min(r.get("passed", 0), total), total, r["error"]) for r, total in zip(results, totals)]
 
 
 @functools.cache
@@ -115,10 +117,21 @@ def run_job(job, seconds, memory, without):
         if isinstance(error, subprocess.TimeoutExpired):
             return {"error": "timed out"}
         raise
-    result = json.loads(output or "{}")
+    result = read_verdict(output)
     if "broken" in result or (failure and not result):
         raise RuntimeError(f"the sandbox does not start: {result.get('broken') or line(failure.decode()[-200:])}")
     return result or {"error": "timed out" if process.returncode == 3 else "the judge died while it ran the test"}
+
+
+def read_verdict(output):
+    """What the judge wrote, a dict, {} of nothing; tests that write there themselves fail."""
+    try:
+        result = json.loads(output or "{}")
+        if type(result.get("passed", 0)) is int and type(result.get("error", "")) is str:
+            return result
+    except (ValueError, RecursionError, AttributeError):
+        pass
+    return {"error": "the test wrote over its verdict"}
 
 
 def line(text):
@@ -188,10 +201,11 @@ def keep(seconds, memory, without):
         limit(f"RLIMIT_{what}", most)
     asks, ask = os.pipe()
     tells, tell = os.pipe()
-    pids = [fork(lambda: judge(tells, ask, seconds), closing=(asks, tell))]
+    rules, rule = os.pipe()
+    pids = [fork(lambda: judge(tells, ask, rule, pid, without, seconds), closing=(asks, tell, rules))]
     refused = new_processes() if "namespaces" not in without else "left out"
     pids.append(fork(lambda: play(asks, tell, pid, without, refused), closing=()))
-    for end in (asks, ask, tells, tell):
+    for end in (asks, ask, tells, tell, rule):
         os.close(end)
 
     def end_both(*_):
@@ -204,6 +218,11 @@ def keep(seconds, memory, without):
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
     os.kill(pids[1], signal.SIGKILL)
     os.waitpid(pids[1], 0)  # returns when all processes of its namespace are gone
+    os.set_blocking(rules, False)
+    try:
+        os.write(1, os.read(rules, 2**16))  # all that fits into the pipe, and so all that there may be
+    except BlockingIOError:
+        pass
     return 3 if status == signal.SIGKILL else 0
 
 
@@ -230,15 +249,16 @@ def limit(name, most):
         pass
 
 
-def judge(replies, requests, seconds):
-    """Run the test of the job on standard input and write the verdict to standard output."""
+def judge(replies, requests, out, pid, without, seconds):
+    """Shut this process in, run the test of the job on standard input, and write the verdict to the pipe `out`."""
     import builtins
     import signal
 
-    job, out = sys.stdin.buffer.read(), os.dup(1)
+    job = sys.stdin.buffer.read()
     null = os.open("/dev/null", os.O_RDWR)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
+    for standard in range(3):
+        os.dup2(null, standard)
+    os.environ.clear()
     requests, replies = open(requests, "wb", buffering=0), open(replies, "rb")
     program, test, entry_point = json.loads(job)
     tree, asserts = rewrite(test)
@@ -304,7 +324,13 @@ def judge(replies, requests, seconds):
 
     signal.signal(signal.SIGALRM, lambda *_: finish("timed out"))
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    missing, broken = json.loads(replies.readline() or '[[], "the player died"]')
+    try:
+        refused = new_processes() if "namespaces" not in without else "left out"
+        own_missing = shut_in(JUDGES + pid, without, refused)
+        missing, broken = json.loads(replies.readline() or '[[], "the player died"]')
+        missing = list(dict.fromkeys(missing + own_missing))
+    except Exception as error:
+        broken = describe(error)
     if broken:
         os.write(out, json.dumps({"broken": broken}).encode())
         os._exit(0)
@@ -333,7 +359,7 @@ def play(requests, replies, pid, without, refused):
     requests, replies = open(requests, "rb"), open(replies, "wb", buffering=0)
     os.environ.clear()
     try:
-        hello = shut_in(pid, without, refused), ""
+        hello = shut_in(PLAYERS + pid, without, refused), ""
     except BaseException as error:
         hello = [], describe(error)
     replies.write(json.dumps(hello).encode() + b"\n")
@@ -384,8 +410,8 @@ def new_processes():
     return ""
 
 
-def shut_in(pid, without, refused):
-    """Give up whatever a program does not need; returns the protections that are missing, one phrase each."""
+def shut_in(uid, without, refused):
+    """Give up whatever a program does not need, root too, for the user `uid`; returns what protection is missing."""
     without = without if sys.platform == "linux" else ["namespaces", "landlock", "seccomp"]
     os.chdir("/")
     folders = {*sys.path, sys.base_prefix + "/lib", "/usr/lib", "/usr/lib64", "/lib", "/lib64"}
@@ -398,7 +424,7 @@ def shut_in(pid, without, refused):
     if refused:
         missing.append(f"no namespaces ({refused}), so programs see which files and processes there are")
     if os.geteuid() == 0:
-        missing += drop_user(pid)
+        missing += drop_user(uid)
     for what, most in (("NPROC", 0), ("NOFILE", 64), ("FSIZE", 0)):
         limit(f"RLIMIT_{what}", most)
     if sys.platform == "linux":
@@ -434,10 +460,9 @@ def new_root(folders):
     os.chdir("/")  # a working folder outside would be a way out
 
 
-def drop_user(pid):
+def drop_user(uid):
     """From root, become a user whom no other process has; returns what is missing then."""
     folder = os.path.dirname(os.__file__)
-    uid = 2_000_000_000 + pid  # of the keeper, which the host counts
     try:
         while folder != "/":
             if not os.stat(folder).st_mode & 1:
