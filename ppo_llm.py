@@ -345,6 +345,7 @@ def build_schedule(optimizer, updates, args):
 
 def build_agents(args, device, updates, model=None, tokenizer=None):
     """N agents on one base, from --load-checkpoint where it is given. Raises UserError."""
+    args = resolve_args(args, model=model)
     base = models.load_models("model", "model_config", args, device, model)[0]
     tokenizer = models.load_tokenizers(args, tokenizer)[0]
     roles = ["actor", "critic"]

@@ -19,6 +19,7 @@ from helpers import (
 from short_runs import assert_same_run, train
 from transformers import AutoModelForCausalLM
 
+import ppo_llm
 from utils import adapters, checkpoint
 from utils.checkpoint import fingerprint
 from utils.cli import UserError
@@ -115,6 +116,21 @@ def test_the_four_flags_are_a_short_form(tokenizer, write):
     assert long[0].model.peft_config == short[0].model.peft_config
     for name in short[0].model.peft_config:
         assert same_tensors(adapters.parameters(long[0].model, name), adapters.parameters(short[0].model, name))
+
+
+@every_field
+def test_a_configuration_from_python_is_that_of_a_file(tokenizer, write, case):
+    fields, _ = FIELDS[case]
+    file = make_team(tiny_base(), tokenizer, **write(fields))
+    flags = write({}) | {"lora_config": peft.LoraConfig(**fields, base_model_name_or_path="any", task_type="CAUSAL_LM")}
+    assert make_team(tiny_base(), tokenizer, **flags)[0].model.peft_config == file[0].model.peft_config
+
+
+def test_a_configuration_from_python_that_is_not_taken_is_one_line(write):
+    with pytest.raises(UserError, match="^--lora-config: bias takes none here, got all$"):
+        make_team_args(tiny_base(), **(write({}) | {"lora_config": peft.LoraConfig(bias="all")}))
+    with pytest.raises(UserError, match="^--lora-config: Input should be a valid string, got IA3Config"):
+        ppo_llm.Args(lora_config=peft.IA3Config())
 
 
 # --- In files ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import pytest
 
 from utils import tasks
 from utils.cli import UserError
-from utils.tasks import batches, load_task, tldr
+from utils.prompts import render
+from utils.tasks import Episodes, TaskArgs, batches, load_items, load_task, tldr
 from utils.tasks.tldr import eval_dataset, formatters, pair_reward, reward_func, train_dataset
 
 
@@ -77,13 +78,24 @@ def test_batches_pass_over_the_data_as_often_as_there_are_epochs(monkeypatch):
 
 TASK = {"train_dataset": train_dataset, "formatters": formatters, "reward_func": reward_func}
 BAD_TASKS = {
-    "no prompts": ({"formatters": None}, "the task SimpleNamespace has no formatters"),
     "no reward": ({"reward_func": None}, "the task SimpleNamespace has no reward_func"),
     "a number": ({"optimum": 3}, "the task SimpleNamespace: optimum is not a function but 3"),
     "formatters": ({"formatters": [formatters] * 3}, "the task SimpleNamespace has 3 formatters for 2 agents; .*"),
     "a text": ({"formatters": "Hi"}, "the task SimpleNamespace: each of its formatters is to be a function"),
     "one turn": ({}, "the task SimpleNamespace has no external_transition, which 2 turns take"),
 }
+
+
+@pytest.mark.parametrize("attributes", [{}, {"formatters": None}], ids=str)
+def test_without_formatters_every_agent_reads_the_items_prompt(attributes, tokenizer):
+    task = load_task(SimpleNamespace(train_dataset=train_dataset, reward_func=reward_func, **attributes), 2)
+    rows = [{"prompt": "Say a number."}, {"prompt": [{"role": "user", "content": "Say it."}]}]
+    items, _ = load_items(task, TaskArgs(), 1, 1, rows)
+    episodes = Episodes(task, items, 2)
+    for agent in range(2):
+        assert episodes.prompts(agent, [0, 1], tokenizer) == [render(row["prompt"], tokenizer) for row in rows]
+    with pytest.raises(UserError, match="^train_dataset= has a row without prompt, which the task .* reads: {'k': 3}$"):
+        load_items(task, TaskArgs(), 1, 1, [*rows, {"k": 3}])
 
 
 @pytest.mark.parametrize("case", BAD_TASKS)
@@ -110,5 +122,5 @@ def test_a_task_is_a_name_a_file_or_a_module(tmp_path):
         load_task("gone.py", 2)
     empty = ModuleType("__main__")
     empty.__file__ = "folder/ippo_llm.py"
-    with pytest.raises(UserError, match="^the task in ippo_llm.py has no formatters$"):
+    with pytest.raises(UserError, match="^the task in ippo_llm.py has no reward_func$"):
         load_task(empty, 2)

@@ -222,7 +222,7 @@ def load_agents(folder, agents):
         path = Path(folder) / f"agent_{i}"
         here = fingerprint(agent.reference) if hasattr(agent, "reference") else None
         if read_json(path / BASE).get("fingerprint") != here:
-            raise UserError(f"--resume: the run of {folder} began with another model than agent {i} has here")
+            raise UserError(f"the run of {folder} began with another model than agent {i} has here")
         load_weights(path, agent.actor)
         if getattr(agent, "critic", None) is not None:
             load_weights(path / "critic", agent.critic)

@@ -218,17 +218,17 @@ def find_run(resume, script):
     return Path(resume)
 
 
-def flags_of(folder, Args):
-    """The flags of an earlier run of the same script, by name. Raises UserError where they are not to be had."""
+def flags_of(folder, Args, what="--resume"):
+    """The flags of an earlier run of the same script, by name, for what wants them. Raises UserError."""
     path = Path(folder) / "config.json"
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))["args"]
         there = set(earlier)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--resume: {path} can't be read: {type(error).__name__}: {one_line(error)}") from error
+        raise UserError(f"{what}: {path} can't be read: {type(error).__name__}: {one_line(error)}") from error
     here = {field.name for field in dataclasses.fields(Args)}
     if there != here:
-        raise UserError(f"--resume: {folder} is a run of another script or version: {', '.join(sorted(there ^ here))}")
+        raise UserError(f"{what}: {folder} is a run of another script or version: {', '.join(sorted(there ^ here))}")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in earlier.items()}
 
 

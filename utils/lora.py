@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import math
 import re
 from pathlib import Path
@@ -32,6 +33,15 @@ ORIGIN = "auto_mapping base_model_name_or_path inference_mode peft_type peft_ver
 ORIGIN += "init_lora_weights loftq_config eva_config corda_config lora_ga_config megatron_config megatron_core"
 
 
+def as_text(config):
+    """A peft.LoraConfig as JSON, without what is as peft has it by default; any other value as it is."""
+    if not isinstance(config, peft.LoraConfig):
+        return config
+    defaults = peft.LoraConfig().to_dict()
+    fields = {name: value for name, value in config.to_dict().items() if value != defaults.get(name)}
+    return json.dumps(fields, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+
+
 @flags
 class LoraArgs:
     """The adapters' shape."""
@@ -40,7 +50,8 @@ class LoraArgs:
     lora_alpha: PositiveFloat = 32.0  # the adapters' output is scaled by alpha / r
     lora_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0  # dropout on what the adapters read, while learning
     lora_target_modules: tuple[str, ...] = ()  # linear layers that get an adapter, by name; none: all but the output's
-    lora_config: str | None = None  # JSON file with the fields of a peft.LoraConfig, in place of the four flags above
+    # a peft.LoraConfig in place of the four flags above: a JSON file of its fields, or JSON
+    lora_config: Annotated[str | None, pydantic.BeforeValidator(as_text)] = None
 
 
 @pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
@@ -93,19 +104,29 @@ def parse_config(content, source):
         raise UserError(f"{source}: {one_line(error)}") from None
 
 
-def read_config_file(args):
-    """The peft.LoraConfig in the file --lora-config. Raises UserError."""
-    source = f"--lora-config {args.lora_config}"
+def read_config_flag(args):
+    """The peft.LoraConfig of --lora-config, a file or JSON. Raises UserError."""
+    source = source_of(args)
     try:
-        content = read_json(Path(args.lora_config))
-    except UserError as error:
-        raise UserError(f"--lora-config: {error}") from error
+        content = json.loads(args.lora_config) if is_json(args.lora_config) else read_json(Path(args.lora_config))
+    except (UserError, ValueError, RecursionError) as error:
+        raise UserError(f"--lora-config: {one_line(error)}") from error
     unknown = sorted(content.keys() - peft.LoraConfig().to_dict().keys())
     if unknown:
         raise UserError(f"{source}: a peft.LoraConfig has no {one_line(', '.join(unknown), 80)}")
     if content.get("peft_type") not in (None, "LORA"):
         raise UserError(f"{source}: peft_type takes LORA, got {one_line(content['peft_type'], 80)}")
     return parse_config(content, source)
+
+
+def is_json(text):
+    """Whether a --lora-config is JSON itself, and no file's name."""
+    return text.lstrip().startswith("{")
+
+
+def source_of(args):
+    """What errors call --lora-config."""
+    return "--lora-config" if is_json(args.lora_config) else f"--lora-config {args.lora_config}"
 
 
 def check_lora_args(args):
@@ -115,14 +136,13 @@ def check_lora_args(args):
     for name in SHORT_FORM:
         if getattr(args, name) != getattr(LoraArgs, name):
             raise UserError(f"--lora-config takes the place of {flag_name(name)}; give one of the two")
-    read_config_file(args)
+    read_config_flag(args)
 
 
 def lora_config(model, args):
     """A peft.LoraConfig from the flags, its targets resolved. Raises UserError where the model can't follow."""
     if args.lora_config is not None:
-        config = read_config_file(args)
-        return resolve_modules(model, config, f"--lora-config {args.lora_config}")
+        return resolve_modules(model, read_config_flag(args), source_of(args))
     config = peft.LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,

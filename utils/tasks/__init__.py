@@ -5,7 +5,8 @@ A task is a module (or any object) with
     train_dataset(size, seed), eval_dataset(size, seed) -> datasets.Dataset; the second may be left out, and the first
         where items come from elsewhere
     formatters: one callable, or a list of one for each agent; item -> str, or chat messages for the tokenizer's
-        template; it gets, if it names it, `agent` (the agent's number, from 0) and `num_agents`
+        template; it gets, if it names it, `agent` (the agent's number, from 0) and `num_agents`; it may be left out:
+        then the agents read the item's "prompt"
     reward_func(*completions): N lists of B strings -> B floats (one joint reward each), or N lists of B floats (one
         list for each agent); it gets, if it names them, `items` (B items), `prompts` (N lists of B strings), `turn`
         (from 0), `num_turns` and `turns` (N lists of B lists: all completions of an episode so far)
@@ -88,7 +89,8 @@ def load_task(task, num_agents, num_turns=1):
     name = name_of(task)
     if isinstance(task, str):
         task = importlib.import_module(f"utils.tasks.{task}") if task in BUILT_IN else load_file(task)
-    if hasattr(task, "conversation_template") or hasattr(task, "reward_fn"):
+    has_short_form = hasattr(task, "conversation_template") or hasattr(task, "reward_fn")
+    if has_short_form or getattr(task, "formatters", None) is None:
         task = complete(task, name)
     for attribute in NEEDED:
         if not hasattr(task, attribute):
@@ -113,7 +115,7 @@ def load_task(task, num_agents, num_turns=1):
 
 
 def complete(task, name):
-    """A task with formatters and reward_func in place of its conversation_template and its reward_fn."""
+    """A task with formatters, also where it has none, and reward_func, in place of what stands for them."""
     there = (*NEEDED, *OPTIONAL, "columns", "__file__", "__name__")
     whole = SimpleNamespace(**{attribute: getattr(task, attribute) for attribute in there if hasattr(task, attribute)})
     for attribute, (short_form, make) in SHORT_FORMS.items():
@@ -121,6 +123,8 @@ def complete(task, name):
             if hasattr(task, attribute):
                 raise UserError(f"{name} has both {attribute} and {short_form}; it takes one of them")
             setattr(whole, attribute, make(getattr(task, short_form), name))
+    if getattr(whole, "formatters", None) is None:
+        whole.formatters = questions.read_prompt
     whole.item_columns = questions.needed_columns(task)
     return whole
 

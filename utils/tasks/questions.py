@@ -35,6 +35,11 @@ def fill(text, item):
     return re.sub(r"\{([^{}]+)\}", lambda match: str(item.get(match[1], match[0])), text)
 
 
+def read_prompt(item):
+    """formatters of a task that has none, nor a conversation_template."""
+    return item["prompt"]
+
+
 def make_reward_func(function, name):
     """reward_func of a reward_fn, which scores the last agent's completions, one item at a time."""
     if not callable(function):
@@ -58,12 +63,14 @@ def other_columns(function):
 
 
 def needed_columns(task):
-    """The columns that an item must have for the task's reward_fn and conversation_template, in order."""
+    """The columns that an item must have for the task's reward_fn, and to be a prompt, in order."""
     columns = []
     if hasattr(task, "reward_fn"):
         others = other_columns(task.reward_fn).items()
         columns += ["question", "answer"]
         columns += [column for column, parameter in others if parameter.default is parameter.empty]
-    elif "{question}" in str(task.conversation_template):
+    elif "{question}" in str(getattr(task, "conversation_template", None)):
         columns.append("question")
+    if getattr(task, "formatters", None) is None and not hasattr(task, "conversation_template"):
+        columns.append("prompt")
     return columns
