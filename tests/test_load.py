@@ -44,6 +44,7 @@ def test_a_runs_folder_is_its_agents_as_they_were(case):
     for agent, other in zip(agents, learned, strict=True):
         assert same_tensors(all_parameters(agent), all_parameters(other))
         assert len(moments(agent)) > 0 and same_tensors(moments(agent), moments(other))
+    assert script != "ppo" or json.loads(args.lora_config)["r"] == flags.get("lora_config", peft.LoraConfig(r=4)).r
     prompts = ["Say a number."]
     module = SCRIPTS[script]
     assert module.act(agents[1], prompts, args, greedy=True) == module.act(learned[1], prompts, run.args, greedy=True)

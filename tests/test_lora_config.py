@@ -129,6 +129,8 @@ def test_a_configuration_from_python_is_that_of_a_file(tokenizer, write, case):
 def test_a_configuration_from_python_that_is_not_taken_is_one_line(write):
     with pytest.raises(UserError, match="^--lora-config: bias takes none here, got all$"):
         make_team_args(tiny_base(), **(write({}) | {"lora_config": peft.LoraConfig(bias="all")}))
+    with pytest.raises(UserError, match="^--lora-config: Expecting ',' delimiter"):
+        make_team_args(tiny_base(), **(write({}) | {"lora_config": '{"r": 3'}))
     with pytest.raises(UserError, match="^--lora-config: Input should be a valid string, got IA3Config"):
         ppo_llm.Args(lora_config=peft.IA3Config())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from utils import adapters, checkpoint, distributed
 from utils.cli import UserError, flags_of
 from utils.engine import VllmArgs
-from utils.lora import CONFIG, SHORT_FORM
+from utils.lora import SHORT_FORM, read_config
 from utils.models import check_models
 from utils.stages import StageArgs
 
@@ -29,7 +29,7 @@ def load(folder, script, device=None, updates=1, model=None, tokenizer=None, **f
     replaced = {field.name for field in fields(VllmArgs)}
     if "lora_config" in saved:  # the adapters' shape is that of their files
         replaced |= {*SHORT_FORM, *(field.name for field in fields(StageArgs))}
-        saved["lora_config"] = str(path / "agent_0/actor" / CONFIG)
+        saved["lora_config"] = read_config(path / "agent_0/actor")
     own = {name: value for name, value in saved.items() if name not in replaced}
     args = script.Args(**(own | flags))
     for name, settings in MODELS.items():
