@@ -270,7 +270,7 @@ def test_an_episode_that_fails_has_no_reward_and_one_without_room_ends(guess, tm
     run = shutil.copytree(guess, tmp_path / "run")
     (tmp_path / "failing.py").write_text(FAILING)
     set_flags(run, env=str(tmp_path / "failing.py"))
-    with pytest.raises(UserError, match=f"takes the code in {tmp_path}/failing.py: add --env FILE.py"):
+    with pytest.raises(UserError, match=r"takes the code in failing\.py: add --env FILE\.py"):
         enjoy.show(run, items=2)
     env = str(tmp_path / "failing.py")
     whole, failed = enjoy.show(run, items=2, env=env)
@@ -471,7 +471,7 @@ def test_code_that_a_strangers_folder_names_is_not_run(name, copied, tmp_path):
     else:
         set_flags(copied, task=None)
         set_config(copied, script=str(tmp_path / "theirs.py"))
-    with pytest.raises(UserError, match="takes the code in .*/theirs.py: add --task FILE.py, if you trust it"):
+    with pytest.raises(UserError, match="takes the code in theirs.py: add --task FILE.py, if you trust it"):
         run_command(copied)
     assert not (tmp_path / "was_here").exists()
 

@@ -235,7 +235,7 @@ def test_a_copy_without_a_critic_trains_saves_resumes_and_is_shown(mine, capsys)
     assert not list(cut.folder.rglob("value_head*")) and not list(cut.folder.rglob("critic"))
     for name, weight in AutoModelForCausalLM.from_pretrained("whole/run/agent_1").state_dict().items():
         assert torch.equal(weight, agents[1].actor.state_dict()[name])
-    enjoy.main(enjoy.Args(run=str(cut.folder), items=1))
+    enjoy.main(enjoy.Args(run=str(cut.folder), items=1, task=mine.__file__))
     assert "trained: reward" in capsys.readouterr().out
 
 

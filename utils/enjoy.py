@@ -341,7 +341,7 @@ def allow(run, args, task=None, env=None, trust_remote_code=False):
         if named is not None:
             setattr(args, name, named)
         elif there is not None and there not in built_in and not of_project:
-            code = f"the code in {one_line(there, 80)}"
+            code = f"the code in {one_line(Path(there).name, 80)}"
             raise UserError(f"{run} takes {code}: add --{name} FILE.py, if you trust it, and that is run")
     if args.trust_remote_code and not trust_remote_code:
         raise UserError(f"{run} takes the code that comes with its models: add --trust-remote-code, if you trust it")
