@@ -162,9 +162,8 @@ def length(args, num_items, items_per_update):
     held = epochs * num_items // items_per_update
     if updates > held:
         samples = held * args.rollout_buffer_size
-        distributed.say(
-            f"--num-train-epochs {epochs} ends the run after {samples} of --max-steps {args.max_steps} samples"
-        )
+        ends = f"{flag_name('num_train_epochs')} {epochs} ends the run after {samples}"
+        distributed.say(f"{ends} of {flag_name('max_steps')} {args.max_steps} samples")
     return epochs, min(updates, held)
 
 

@@ -71,7 +71,8 @@ def game_seeds(args, least, num_held_out, train_dataset=None, eval_dataset=None)
     if args.train_size < least:
         raise UserError(f"--train-size takes at least the games of an update, {least}, got {args.train_size}")
     if max(args.train_size, num_held_out) > MOST_GAMES:
-        raise UserError(f"--train-size and --eval-loop take at most {MOST_GAMES} games each: no seed is in two sets")
+        most = f"{MOST_GAMES} games to train on, and as many to hold out"
+        raise UserError(f"--train-size: there are {most}, got {args.train_size} and {num_held_out}")
     first = 2 * MOST_GAMES * args.seed
     train_items = [{"seed": first + k} for k in range(args.train_size)]
     return train_items, [{"seed": first + MOST_GAMES + k} for k in range(num_held_out)]
