@@ -31,7 +31,7 @@ are averaged.
 import copy
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import datasets
@@ -285,7 +285,7 @@ def build_schedule(optimizer, updates, args):
 
 def build_agents(args, device, updates, model=None, tokenizer=None):
     """N agents from what the flags name, or from copies of `model` and `tokenizer`. Raises UserError."""
-    tokenizers = models.load_tokenizers(args, tokenizer)
+    tokenizers = models.load_tokenizers(args, tokenizer, model)
     references = models.load_models("model", "model_config", args, device, model)
     agents = []
     for i in range(args.num_agents):
@@ -316,6 +316,7 @@ class Rollout(Rows):
     raw_rewards: torch.Tensor  # [B, T] what is reported: the rewards as reward_func gave them
     prompts: list  # B lists of a string for each turn played
     responses: list  # B lists of a string for each turn played
+    long_prompts: int = field(default=0, kw_only=True)  # the team's, of later turns: cut, or the end of an episode
 
     @property
     def played(self):
@@ -328,10 +329,9 @@ class Rollout(Rows):
         return self.ids[..., -self.response_mask.shape[-1] :]
 
 
-def encode(prompts, agent, args):
-    """Token ids of B prompts, strings, a list for each. Raises UserError where one is too long."""
-    limit = tasks.prompt_limit(agent.actor.config, args, "max_new_tokens")
-    return limit.encode(prompts, agent.tokenizer)
+def prompt_limit(agent, args):
+    """How many tokens a prompt may have."""
+    return tasks.prompt_limit(agent.actor.config, args, "max_new_tokens")
 
 
 def choose_tokens(logits, args, generator, greedy):
@@ -392,7 +392,7 @@ def sample(agent, prompts, args, generator, greedy=False):
     """
     greedy = greedy or not args.do_sample
     L = args.max_new_tokens
-    prompt_ids = encode(prompts, agent, args)
+    prompt_ids = prompt_limit(agent, args).encode(prompts, agent.tokenizer)
     ids, attention_mask = pad_left(prompt_ids, agent.tokenizer, agent.actor.device)
     blank = torch.zeros(len(prompts), 1, L, device=ids.device)
     rollout = Rollout(
@@ -435,12 +435,14 @@ def play(agents, task, items, args, generator, phase=lambda name: None):
     """Play an episode of each of B items, turn by turn: every agent answers, the team is scored. N rollouts.
 
     An episode ends after --num-turns turns, after one with a reward above --early-termination-threshold, or where
-    external_transition returns None. tasks.Episodes keeps what each agent has read and written, calls the task's
-    functions of these names, and checks what they return; a reward_func that raises is asked once more. `phase` is
-    called with the name of what takes the time. Raises TaskError where the task fails.
+    external_transition returns None, or a prompt that is too long (--long-prompts). tasks.Episodes keeps what each
+    agent has read and written, calls the task's functions of these names, and checks what they return; a reward_func
+    that raises is asked once more. `phase` is called with the name of what takes the time. Raises TaskError where the
+    task fails.
     """
     threshold = args.early_termination_threshold
-    episodes = tasks.Episodes(task, items, args.num_agents, args.num_turns, args.reward_timeout)
+    readers = [(agent.tokenizer, prompt_limit(agent, args)) for agent in agents]
+    episodes = tasks.Episodes(task, items, args.num_agents, args.num_turns, args.reward_timeout, readers)
     running = list(range(len(items)))  # the episodes that go on
     rows = []  # of each turn the episodes that played it
     turns = []  # of each turn the agents' N rollouts
@@ -475,7 +477,9 @@ def play(agents, task, items, args, generator, phase=lambda name: None):
                     episodes.add_prompts(k, next_prompts)
                     running.append(k)
     shape = (len(items), args.num_turns)
-    return [Rollout.stack(agent_turns, rows, shape) for agent_turns in zip(*turns)]
+    rollouts = [Rollout.stack(agent_turns, rows, shape) for agent_turns in zip(*turns)]
+    rollouts[0].long_prompts = episodes.num_long_prompts
+    return rollouts
 
 
 # --- Learning: log-probabilities, values, rewards, advantages, the loss -----------------------------------------------
@@ -751,6 +755,8 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     `train_dataset` and `eval_dataset`, rows of a datasets.Dataset or a list of dicts, replace the task's own.
     """
     args = args or Args()
+    if model is not None:
+        args = replace(args, model=models.name_of(model))
     device = distributed.start()
     check_args(args)
     readers = tasks.readers(args, "max_new_tokens", model, tokenizer)

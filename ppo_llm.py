@@ -165,6 +165,8 @@ def resolve_args(args, task=None, model=None, env=None):
         args = replace(args, task=getattr(task, "__name__", "task"))
     if env is not None and args.env is None:
         args = replace(args, env=getattr(env, "__name__", "env"))
+    if model is not None:
+        args = replace(args, model=models.name_of(model))
     config = models.check_models("model", "model_config", args, model, quantized=True)[0]
     max_turns = args.max_turns or (1 if args.task else 6)
     granularity = args.action_granularity
@@ -347,7 +349,7 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
     """N agents on one base, from --load-checkpoint where it is given. Raises UserError."""
     args = resolve_args(args, model=model)
     base = models.load_models("model", "model_config", args, device, model)[0]
-    tokenizer = models.load_tokenizers(args, tokenizer)[0]
+    tokenizer = models.load_tokenizers(args, tokenizer, model)[0]
     roles = ["actor", "critic"]
     if args.use_separate_reference_adapter:
         roles.append("reference")
@@ -738,7 +740,7 @@ def samples_exactly(agent, args):
     """
     if args.use_vllm or getattr(agent.model.config, "quantization_config", None):
         return False
-    full_precision = args.dtype == "float32" and args.mixed_precision == "no"
+    full_precision = agent.model.dtype == torch.float32 and args.mixed_precision == "no"
     full_support = args.top_p == 1 and args.top_k == 0 and args.min_p == 0 and args.min_output_tokens == 0
     return full_precision and full_support and args.repetition_penalty == 1 and args.calc_position_embeddings
 

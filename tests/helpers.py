@@ -127,7 +127,7 @@ def task_of(**attributes):
     return SimpleNamespace(**({name: getattr(tldr, name) for name in names} | attributes))
 
 
-def build_model(tokenizer):
+def build_model(tokenizer, **settings):
     """Another model, a fifth as wide as the embedded one."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -137,6 +137,7 @@ def build_model(tokenizer):
         num_attention_heads=2,
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
+        **settings,
     )
     return LlamaForCausalLM(config)
 

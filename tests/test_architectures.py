@@ -2,15 +2,16 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_llm
 import utils.run
 from benchmark import architectures
-from utils import causal_lm
+from utils import causal_lm, enjoy
 from utils.models import from_pretrained
 
 UNPADDED = {"minimax", "recurrent_gemma", "rwkv"}  # that take no padding on the left, or no cache
@@ -99,3 +100,15 @@ def test_a_critic_without_an_output_layer_is_tried_too():
     body = architectures.make_model("qwen2").base_model
     causal_lm.check_padding(body, "qwen2")
     assert not hasattr(body, "recomputes")
+
+
+@pytest.mark.parametrize("name", ["llama", "rwkv", "recurrent_gemma"])
+def test_what_is_shown_does_not_depend_on_the_other_prompts(name, tmp_path, tokenizer):
+    architectures.save_model(name, tmp_path)
+    model = from_pretrained(AutoModelForCausalLM, tmp_path, attn_implementation="sdpa", dtype=torch.float32).eval()
+    causal_lm.prepare(model, name)
+    writer = enjoy.Writer(model, AutoTokenizer.from_pretrained(tmp_path))
+    flags = {"max_new_tokens": 6, "min_output_tokens": 0, "repetition_penalty": 1.0, "mixed_precision": "no"}
+    args = SimpleNamespace(do_sample=False, **flags)
+    rows = [[5, 9], [8, 7, 6, 5, 4, 3], [11, 12, 13, 9]]
+    assert enjoy.respond(writer, rows, args) == [enjoy.respond(writer, [row], args)[0] for row in rows]

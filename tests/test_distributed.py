@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import finish_two_works
 
 from utils import distributed
 from utils.cli import UserError
@@ -249,3 +250,18 @@ def test_more_processes_than_gpus_are_refused(environment, monkeypatch):
 
 if __name__ == "__main__":
     work()
+
+
+# --- Metrics by name --------------------------------------------------------------------------------------------------
+
+
+def average_by_name():
+    distributed.start()
+    own = [{"both": 1.0, "first": 5.0}, {"second": 7.0, "both": torch.tensor(3.0)}][distributed.rank()]
+    assert distributed.mean_by_name(own) == {"both": 2.0, "first": 5.0, "second": 7.0}
+    distributed.stop()
+
+
+def test_metrics_are_averaged_by_name_over_the_processes_that_have_them():
+    finish_two_works(average_by_name)
+    assert distributed.mean_by_name({"one": torch.tensor(-0.0), "two": 2}) == {"one": 0.0, "two": 2.0}

@@ -15,7 +15,7 @@ from helpers import make_ppo_agents, make_ppo_args
 
 import ppo_llm
 from utils.cli import TaskError, UserError
-from utils.envs import Games, grid, guess, load_env
+from utils.envs import Games, game_seeds, grid, guess, load_env
 
 
 @pytest.fixture(autouse=True)
@@ -614,3 +614,14 @@ def test_a_step_that_returns_the_wrong_thing_is_one_line(case):
     match = Match(type("Own", (Echo,), {"step": lambda self, answer: returned}), range(2))
     with pytest.raises(TaskError, match=f"^step of Own returned {message}$"):
         match.step(["a", "b"])
+
+
+@pytest.mark.parametrize("size, held_out", [(500_001, 1), (1_000_001, 1), (8, 500_001)])
+def test_games_to_train_on_are_never_those_held_out_nor_another_seeds(size, held_out):
+    with pytest.raises(UserError, match="--train-size: there are 500000 games to train on, and as many to hold out"):
+        game_seeds(ppo_llm.Args(train_size=size), 4, held_out)
+    sets = []
+    for seed in (0, 1, 2):
+        for items in game_seeds(ppo_llm.Args(train_size=500_000, seed=seed), 4, 500_000):
+            sets.append({item["seed"] for item in items})
+    assert len(set().union(*sets)) == sum(map(len, sets)) == 3_000_000

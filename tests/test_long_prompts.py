@@ -81,15 +81,21 @@ def test_too_few_that_are_left_are_one_line_before_anything_is_loaded_or_made(tm
 
 
 @TEAM_SCRIPTS
-def test_a_later_prompt_that_is_too_long_is_one_line(tmp_path, script):
-    task = task_of(external_transition=lambda item: [LONG["text"]] * 2)
-    reason = "--max-new-tokens 24 of the model's 512 positions"
-    with pytest.raises(UserError, match=f"^a prompt has [0-9]+ tokens, and at most 488 fit: {reason}$"):
-        train(script, tmp_path / "room", SHORT, task=task, num_turns=2)
-    task = task_of(external_transition=lambda item: ["Guess it. " * 10] * 2)
-    reason = "--max-prompt-length 20"
-    with pytest.raises(UserError, match=f"^a prompt has [0-9]+ tokens, and at most 20 fit: {reason}$"):
-        train(script, tmp_path / "flag", SHORT, task=task, max_prompt_length=20, num_turns=2)
+@pytest.mark.parametrize("flags", [{}, {"max_prompt_length": 20}], ids=["room", "flag"])
+def test_an_episode_ends_before_a_later_prompt_that_is_too_long(tmp_path, script, flags):
+    texts = {True: LONG["text"], False: "Guess it."}
+    task = task_of(external_transition=lambda item: [texts[item["text"] == SHORT[1]["text"]], "Guess it."])
+    run = train(script, tmp_path, SHORT[:8], task=task, num_turns=2, **flags)
+    assert [row["turns"] for row in run.rows] == [pytest.approx(13 / 8)]  # three of eight items are such
+    assert [row["long_prompts"] for row in run.rows] == [pytest.approx(3 / 8)]
+
+
+@TEAM_SCRIPTS
+def test_a_later_prompt_that_is_too_long_is_truncated_and_counted(tmp_path, script):
+    task = task_of(external_transition=lambda item: [LONG["text"], "Guess it."])
+    flags = {"max_prompt_length": 20, "long_prompts": "truncate"}
+    run = train(script, tmp_path, SHORT[:8], task=task, num_turns=2, **flags)
+    assert [(row["turns"], row["long_prompts"]) for row in run.rows] == [(2, 1)]
 
 
 @pytest.mark.parametrize("long_prompts", ["drop", "truncate"])

@@ -1,6 +1,7 @@
 """A run as its user sees it: what is in the folder, that the same seed gives the same bits, what main takes."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -354,3 +355,19 @@ def test_the_commit_is_marked_where_code_differs(tmp_path, monkeypatch):
     assert utils.run.git_commit() == commit
     (tmp_path / "script.py").write_text("2")
     assert utils.run.git_commit() == commit + "+"
+
+
+def test_cublas_is_told_to_be_deterministic_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen = []
+
+    def build_agents(*_):
+        seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        raise UserError("enough")
+
+    monkeypatch.setattr(ippo_llm, "build_agents", build_agents)
+    for deterministic in (False, True):
+        with pytest.raises(UserError, match="enough"):
+            ippo_llm.main(make_args(tmp_path, deterministic=deterministic))
+    assert seen == [None, ":4096:8"]
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")

@@ -225,3 +225,15 @@ def test_a_run_starts_from_its_own_folder_alone(tmp_path, load_optimizer):
     assert again[0].schedules[0].last_epoch == (6 if load_optimizer else 3)
     for before, after in zip(agents, again):
         assert same_policy(after, after.actor, before, before.actor)
+
+
+def test_a_run_goes_on_without_the_folder_that_it_started_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train("ppo", folder="first")
+    flags = {"load_checkpoint": "first", "load_optimizer": True, "save_interval": 1, "keep_checkpoints": 9}
+    train("ppo", folder="whole", **flags)
+    shutil.copytree("whole", "run")
+    shutil.rmtree("run/checkpoints/update_000003")
+    shutil.rmtree("first")
+    train("ppo", resume="run", **flags)
+    assert_same_run("run", "whole")

@@ -146,35 +146,37 @@ def check_whole(path):
 
 
 def random_state(generator):
-    """The state of all random generators of this process, `generator` (torch's) among them, as JSON values.
-
-    Of GPUs it has that of the process's own, on which `generator` is.
-    """
+    """The state of this process's random generators, `generator` (torch's) and its device's too, as JSON values."""
     kind, keys, *rest = numpy.random.get_state()
     device = generator.device
     return {
-        "device": device.type,
         "python": random.getstate(),
         "numpy": [kind, keys.tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
         "generator": generator.get_state().tolist(),
-        "gpu": torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None,
+        "cuda": torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else [],
     }
 
 
 def restore_random_state(state, generator):
-    """Set all random generators of this process; False where its device's, which was of another kind, are left out."""
+    """Set this process's random generators; what is of another kind of device is left out, and that is said."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if state["device"] != generator.device.type:
-        return False
-    generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
-    if state["gpu"]:
-        torch.cuda.set_rng_state(torch.tensor(state["gpu"], dtype=torch.uint8), generator.device)
-    return True
+    device = generator.device
+    on_gpu = device.type == "cuda"
+    of_gpu = state["cuda"]
+    if of_gpu and isinstance(of_gpu[0], list):  # of all GPUs that the process saw, in checkpoints of earlier versions
+        of_gpu = of_gpu[device.index] if on_gpu and device.index < len(of_gpu) else []
+    fits = len(state["generator"]) == len(generator.get_state())
+    if fits:
+        generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+    if on_gpu and of_gpu:
+        torch.cuda.set_rng_state(torch.tensor(of_gpu, dtype=torch.uint8), device)
+    if not fits or on_gpu and not of_gpu:
+        say(f"the random state that was saved does not fit {device}: other random numbers are drawn than there")
 
 
 # --- Agents that are models -------------------------------------------------------------------------------------------

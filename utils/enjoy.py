@@ -29,6 +29,7 @@ import tyro
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from utils.adapters import add_adapters, check_base, load_adapter
+from utils.causal_lm import prepare
 from utils.cli import UserError, command_line, flags, one_line, printable
 from utils.engine import max_length
 from utils.envs import BUILT_IN as BUILT_IN_ENVS
@@ -164,6 +165,7 @@ def load_teams(run, args):
 
     def load(name, flag="--model", settings=None):
         model = load_model(str(name), flag, args.dtype, args.attn_implementation, args.trust_remote_code, settings)
+        prepare(model, name, args.mixed_precision)
         tokenizer = load_tokenizer(str(name), flag, args.trust_remote_code, settings)
         return Writer(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
@@ -218,8 +220,13 @@ def respond(writer, rows, args):
                 stack.enter_context(model.disable_adapter())
             model = model.get_base_model()
         model.generation_config = transformers.GenerationConfig(**config)  # in place of what came with the model
-        for some_ids, some_mask in zip(ids.split(ROWS), mask.split(ROWS)):
-            responses += model.generate(input_ids=some_ids, attention_mask=some_mask)[:, ids.shape[1] :].tolist()
+        takes_padding = not getattr(model, "recomputes", False)
+        size = ROWS if takes_padding else 1
+        for some_ids, some_mask in zip(ids.split(size), mask.split(size)):
+            if not takes_padding:
+                some_ids, some_mask = some_ids[:, some_mask[0] > 0], some_mask[:, some_mask[0] > 0]
+            continued = model.generate(input_ids=some_ids, attention_mask=some_mask, use_cache=takes_padding)
+            responses += continued[:, some_ids.shape[1] :].tolist()
     return [up_to_end(response, ends) for response in responses]
 
 
@@ -382,7 +389,8 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None, **
         if prompt is not None:
             shown.append([play_prompt(team, subject, chosen[0], args)])
         elif args.task:
-            episodes = Episodes(subject, chosen, args.num_agents, args.num_turns, args.reward_timeout)
+            readers = () if team[0].has_adapters else [(writer.tokenizer, limit_of(writer, args)) for writer in team]
+            episodes = Episodes(subject, chosen, args.num_agents, args.num_turns, args.reward_timeout, readers)
             shown.append(play(team, episodes, args))
         else:
             shown.append(play(team, Games(subject, chosen, args.reward_timeout), args))

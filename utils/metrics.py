@@ -9,7 +9,7 @@ OF_TEAM = ("kl", "reference_logprob")  # metrics of agents that are written once
 
 
 def team_metrics(rollouts):
-    """The reward of an episode and its deviation, and, where episodes may have several turns, of each turn.
+    """The reward of an episode and its deviation; of several turns also each one's, and prompts that were too long.
 
     An episode's reward is the sum over its turns of the mean over the agents. An episode without a turn does not
     count. Scalars: reward_mean and reward_std are of all processes, the others of this one, such that their means over
@@ -22,6 +22,8 @@ def team_metrics(rollouts):
     metrics = {"reward_mean": episode_rewards.mean(), "reward_std": episode_rewards.std(correction=0)}
     num_turns = rewards.shape[1]
     if num_turns > 1:
+        if hasattr(rollouts[0], "long_prompts"):
+            metrics["long_prompts"] = rollouts[0].long_prompts / distributed.mean(episodes.sum())
         metrics["turns"] = played.sum() / distributed.mean(episodes.sum())
         for t in range(num_turns):
             count = distributed.mean(played[:, t].sum().float())

@@ -32,6 +32,14 @@ def per_agent(flag, names, num_agents):
     return names * num_agents if len(names) == 1 else names
 
 
+UNNAMED = "a loaded model"
+
+
+def name_of(model):
+    """Where a loaded model is from: a folder or a hub name, or that it has none."""
+    return getattr(model, "name_or_path", "") or UNNAMED
+
+
 PLACE = ("revision", "subfolder", "cache_dir", "local_files_only")  # settings that say where a model and tokenizer are
 LOADING = (*PLACE, "variant", "quantization_config")  # settings of from_pretrained, beside those of a configuration
 FLAGS = ("dtype", "attn_implementation", "trust_remote_code")  # settings that are flags
@@ -217,11 +225,16 @@ def load_models(names_flag, settings_flag, args, device, model=None):
     return [models[name] for name in names]
 
 
-def load_tokenizers(args, tokenizer=None):
-    """The tokenizer of each agent, by its --model, with a padding token, or copies of `tokenizer`. Raises UserError."""
+def load_tokenizers(args, tokenizer=None, model=None):
+    """The tokenizer of each agent, with a padding token: by its --model, or by `model`, or copies of `tokenizer`.
+
+    Raises UserError.
+    """
     flag = flag_name("model")
     tokenizers = {}
-    names = per_agent(flag, args.model, args.num_agents)
+    names = per_agent(flag, args.model if model is None else name_of(model), args.num_agents)
+    if tokenizer is None and UNNAMED in names:
+        raise UserError("model= is of no folder or hub name, from which to load its tokenizer: give tokenizer= too")
     for name in dict.fromkeys(names):
         if tokenizer is None:
             tokenizers[name] = load_tokenizer(name, flag, args.trust_remote_code, args.model_config)
@@ -231,19 +244,32 @@ def load_tokenizers(args, tokenizer=None):
 
 
 def check_critics(args, readers):
-    """Raise UserError for a critic that is not to be had, or that does not know all tokens of the actor it judges.
+    """Raise UserError for a critic that is not to be had, or that can't read all that the actor reads and writes.
 
-    `readers` has of each agent its tokenizer, and the limit of its prompts.
+    `readers` has of each agent its tokenizer, and the limit of its prompts. A critic without a tokenizer of its own is
+    taken to have the actor's.
     """
     if not args.critic_model_name_or_path:
         return
     flag = flag_name("critic_model_name_or_path")
     names = per_agent(flag, args.critic_model_name_or_path, args.num_agents)
     configs = check_models("critic_model_name_or_path", "critic_model_config", args)
-    for name, config, (tokenizer, _) in zip(names, configs, readers):
+    for name, config, (tokenizer, limit) in zip(names, configs, readers):
+        room = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if room and (limit.tokens is None or limit.tokens + args.max_new_tokens > room):
+            takes = f"{flag_name('max_prompt_length')} {room - args.max_new_tokens} or less"
+            raise UserError(f"{flag} {name} has {room} positions, fewer than the actor reads: it takes {takes}")
+        differing = []
         size = config.get_text_config().vocab_size
         if size < len(tokenizer):
             raise UserError(f"{flag} {name} knows {size} tokens, the actor's tokenizer has {len(tokenizer)}")
+        with contextlib.suppress(Exception):  # it has none
+            own = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
+            words = own.get_vocab()
+            differing = [word for word, k in tokenizer.get_vocab().items() if words.get(word) != k]
+        if differing:
+            of = f"{len(differing)} of the actor's {len(tokenizer)} tokens, such as {one_line(differing[0], 20)!r}"
+            raise UserError(f"{flag} {name} has another tokenizer: it reads {of}, as others")
 
 
 def load_critic(i, reference, args):

@@ -74,6 +74,8 @@ class Rows:
         for name, first in vars(turns[0]).items():
             if isinstance(first, list):
                 stacked[name] = [[] for _ in range(shape[0])]
+            elif not torch.is_tensor(first):
+                continue
             else:
                 width = [P + L] if name in WHOLE else [L][: first.dim() - 2]
                 stacked[name] = first.new_zeros(*shape, *width)

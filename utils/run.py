@@ -50,7 +50,7 @@ from utils.tracking import Tracker
 
 SPARE = 50  # drawing curves, and saving where no interval is given, is done once in so many times its own seconds
 SAMPLES = 2  # joint samples written of each update
-EPOCHS = 3  # passes over the training set, where neither --num-train-epochs nor --max-steps says
+EPOCHS = 3  # passes over the training set, where no flag says how long a run is
 SHOWN = 200  # of the last joint samples, kept to be shown at the end
 PHASES = ("sample", "reward", "learn")  # whose seconds are in metrics.csv, and make the speeds
 PACKAGES = "torch transformers peft datasets tokenizers safetensors numpy pydantic tyro wandb matplotlib tqdm"
@@ -152,7 +152,7 @@ def outputs(folder):
 
 
 def length(args, num_items, items_per_update):
-    """(passes over the items, updates) of a run: --max-steps ends its epochs, and, given alone, says how many."""
+    """(passes over the items, updates) of a run: `max_steps` ends its epochs, and, given alone, says how many."""
     epochs = args.num_train_epochs or EPOCHS
     if not args.max_steps:
         return epochs, epochs * num_items // items_per_update
@@ -307,10 +307,7 @@ class Run:
         self.tracker.id = state["wandb"]
         self.started -= state["elapsed"]
         if distributed.rank() < there:  # a process that is new begins with its own seed
-            if not restore_random_state(state["random"][distributed.rank()], self.generator):
-                there = state["random"][distributed.rank()]["device"]
-                differs = f"random numbers there were of {there}: tokens are sampled with others here"
-                distributed.say(f"{self.folder} goes on on {self.generator.device.type}, and {differs}")
+            restore_random_state(state["random"][distributed.rank()], self.generator)
         next_begun = ", and some of the next" if state["learning"] else ""
         distributed.say(f"going on from {path}: {self.step} of {self.num_updates} updates are done{next_begun}")
 

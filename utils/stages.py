@@ -9,6 +9,8 @@ from utils.adapters import WEIGHTS, check_base, copy_adapter, load_adapter, para
 from utils.checkpoint import (
     BASE,
     HEAD,
+    STATE,
+    checkpoints,
     fingerprint,
     load_head,
     load_optimizer,
@@ -51,8 +53,14 @@ class StageArgs:
 def check_stage(args):
     """Raise UserError for flags of the adapters, or of what they start from, that can't be followed."""
     check_lora_args(args)
-    if args.load_checkpoint is not None:
+    if args.load_checkpoint is not None and not own_checkpoint(args):
         check_checkpoint(args)
+
+
+def own_checkpoint(args):
+    """The newest checkpoint of the run that goes on (--resume), or None: it has all that the run once started from."""
+    saved = checkpoints(Path(args.resume) / "checkpoints") if args.resume else []
+    return saved[-1] if saved else None
 
 
 def check_checkpoint(args):
@@ -154,6 +162,11 @@ def build_config(model, args):
 
     Raises UserError for flags that the model can't follow, and where the two differ without --merge-lora-configs.
     """
+    if args.load_checkpoint and own_checkpoint(args):
+        config = read_config(own_checkpoint(args) / "agent_0" / "actor")
+        config.base_model_name_or_path = None
+        config.inference_mode = False
+        return config
     config = lora_config(model, args)
     if args.load_checkpoint:
         folder = args.load_checkpoint
@@ -171,8 +184,11 @@ def load_stage(agents, args):
     """Start from --load-checkpoint: agent i's actor becomes actor and reference; its critic and head are loaded.
 
     A critic that the checkpoint lacks is a copy of its actor, and a head that it lacks is new. The policies are the
-    checkpoint's, also in adapters that are wider than its own (`build_config`). Raises UserError.
+    checkpoint's, also in adapters that are wider than its own (`build_config`). A run that goes on takes nothing from
+    there. Raises UserError.
     """
+    if own_checkpoint(args):
+        return
     model = agents[0].model
     base_fingerprint = fingerprint(model)
     paths = check_checkpoint(args)
@@ -233,6 +249,10 @@ def updates_before(args):
     """
     if not args.load_optimizer:
         return 0
+    if own_checkpoint(args):
+        path = own_checkpoint(args)
+        updates = read_json(path / "agent_0" / "optimizer.json").get("updates", 0)
+        return max(0, updates - read_json(path / STATE).get("step", 0))
     paths = check_checkpoint(args)
     if without_optimizer(paths):
         return 0

@@ -16,16 +16,18 @@ class Episodes:
     """B episodes of a team of N agents, one of each item: a task's functions, called for them, and checked.
 
     `prompt_history[k][agent]` and `response_history[k][agent]` are lists, turn by turn, of episode k. What an
-    environment may do to an episode, a task does not: none is `truncated` or `dropped`.
+    environment may do to an episode, a task does not: none is `truncated` or `dropped`. `num_long_prompts` counts those
+    of later turns that were too long for an agent.
     """
 
     truncated = frozenset()
     dropped = frozenset()
 
-    def __init__(self, task, items, num_agents, num_turns=1, timeout=None):
+    def __init__(self, task, items, num_agents, num_turns=1, timeout=None, readers=()):
         """Each agent's first prompt is its formatter's. A call of reward_func may take `timeout` seconds; None: any.
 
-        Raises TaskError where a formatter fails.
+        `readers` has of each agent its tokenizer and its PromptLimit: an episode ends before a prompt that is longer,
+        unless prompts are truncated. Raises TaskError where a formatter fails.
         """
         check_timer(timeout)
         self.task = task
@@ -33,6 +35,8 @@ class Episodes:
         self.num_agents = num_agents
         self.num_turns = num_turns
         self.timeout = timeout
+        self.readers = readers
+        self.num_long_prompts = 0
         self.prompt_history = [[[] for _ in range(num_agents)] for _ in items]
         self.response_history = [[[] for _ in range(num_agents)] for _ in items]
         for agent, formatter in enumerate(formatters_of(task, num_agents)):
@@ -84,7 +88,7 @@ class Episodes:
         )
 
     def external_transition(self, k):
-        """The next prompts of an episode, one for each agent, or None where the task ends it. Raises TaskError."""
+        """The next prompts of an episode, one for each agent, or None where it ends. Raises TaskError."""
         item = self.items[k]
         history = self.prompt_history[k]
         with blame(f"external_transition failed on item {k}", item):
@@ -103,6 +107,13 @@ class Episodes:
         if not isinstance(prompts, (list, tuple)) or len(prompts) != self.num_agents:
             takes = f"a list of {self.num_agents} prompts, or None"
             raise TaskError(f"external_transition returned {one_line(repr(prompts), 80)}; it takes {takes}")
+        for agent, (prompt, (tokenizer, limit)) in enumerate(zip(prompts, self.readers)):
+            with blame(f"external_transition of agent {agent} gave no prompt for item {k}", item):
+                too_long = limit.exceeds(render(prompt, tokenizer), tokenizer)
+            if too_long:
+                self.num_long_prompts += 1
+                if not limit.truncate:
+                    return None
         return prompts
 
     def add_prompts(self, k, prompts):

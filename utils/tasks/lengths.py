@@ -21,6 +21,10 @@ class PromptLimit:
     reason: str
     truncate: bool  # prompts that are longer lose tokens on the left
 
+    def exceeds(self, prompt, tokenizer):
+        """Whether a prompt, a string, has more tokens."""
+        return self.tokens is not None and len(tokenizer(prompt, add_special_tokens=False).input_ids) > self.tokens
+
     def encode(self, prompts, tokenizer):
         """Token ids of B prompts, strings: a list for each. Raises UserError where one has too many, or none."""
         if not prompts:
@@ -64,7 +68,7 @@ def readers(args, new_tokens, model=None, tokenizer=None, quantized=False):
     """
     configs = check_models("model", "model_config", args, model, quantized)
     limits = [prompt_limit(config, args, new_tokens) for config in configs]
-    return list(zip(load_tokenizers(args, tokenizer), limits))
+    return list(zip(load_tokenizers(args, tokenizer, model), limits))
 
 
 def fit_prompts(task, args, readers, least, train_items, held_out):
