@@ -315,7 +315,7 @@ class Rollout(Rows):
     raw_rewards: torch.Tensor  # [B, T] what is reported: the rewards as reward_func gave them
     prompts: list  # B lists of a string for each turn played
     responses: list  # B lists of a string for each turn played
-    long_prompts: int = field(default=0, kw_only=True)  # the team's, of later turns: cut, or the end of an episode
+    num_long_prompts: int = field(default=0, kw_only=True)  # the team's, of later turns: cut, or the end of an episode
 
     @property
     def played(self):
@@ -477,7 +477,7 @@ def play(agents, task, items, args, generator, phase=lambda name: None):
                     running.append(k)
     shape = (len(items), args.num_turns)
     rollouts = [Rollout.stack(agent_turns, rows, shape) for agent_turns in zip(*turns)]
-    rollouts[0].long_prompts = episodes.num_long_prompts
+    rollouts[0].num_long_prompts = episodes.num_long_prompts
     return rollouts
 
 

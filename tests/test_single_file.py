@@ -238,6 +238,7 @@ for each in IMPORTED:  # a flag of one module may be named by all of them
     FLAGS -= owned_flags(ast.parse((ROOT / each).read_text()))
 SCRIPT_FLAGS = {  # flags of the scripts themselves that a module names
     "utils/models.py": {"model"},  # as all scripts call it
+    "utils/run.py": {"num_train_epochs", "max_steps"},  # as all scripts call them
     "utils/stages.py": {"beta", "use_separate_reference_adapter"},  # without which there is no reference to keep
     "utils/tasks/lengths.py": {"max_model_len"},  # which a script may have or not
 }

@@ -22,8 +22,8 @@ def team_metrics(rollouts):
     metrics = {"reward_mean": episode_rewards.mean(), "reward_std": episode_rewards.std(correction=0)}
     num_turns = rewards.shape[1]
     if num_turns > 1:
-        if hasattr(rollouts[0], "long_prompts"):
-            metrics["long_prompts"] = rollouts[0].long_prompts / distributed.mean(episodes.sum())
+        if hasattr(rollouts[0], "num_long_prompts"):
+            metrics["long_prompts"] = rollouts[0].num_long_prompts / distributed.mean(episodes.sum())
         metrics["turns"] = played.sum() / distributed.mean(episodes.sum())
         for t in range(num_turns):
             count = distributed.mean(played[:, t].sum().float())
