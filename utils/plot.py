@@ -64,7 +64,7 @@ class Curve(NamedTuple):
     first: float  # reward
     final: float  # reward, mean over the last tenth of updates
     held_out: float  # the last held-out reward
-    logprob: float  # under the initial model, mean over the last tenth of updates
+    logprob: float  # under the reference, mean over the last tenth of updates
 
 
 def load(runs):
@@ -264,7 +264,7 @@ def write_table(rows, folder):
 
 def table_lines(rows):
     """The rows of `table` as lines of Markdown."""
-    header = "task|label|seeds|first reward|reward|held-out reward|log-prob. under the initial model|joint samples"
+    header = "task|label|seeds|first reward|reward|held-out reward|log-prob. under the reference|joint samples"
     header += "|joint samples to the threshold|seconds|samples/s"
     lines = []
     for row in rows:
