@@ -196,3 +196,10 @@ def test_a_transcript_has_the_end_of_a_truncated_prompt(loaded_model, tokenizer)
     ids = tokenizer(LONG["text"], add_special_tokens=False).input_ids
     assert rollout.ids[0, : -rollout.logprobs.shape[-1]].tolist() == ids[-7:]
     assert rollout.prompts == [[LONG["text"]]]
+
+
+@SCRIPTS
+def test_an_empty_prompt_is_one_line_before_anything_is_written(tmp_path, script):
+    with pytest.raises(UserError, match="^a prompt has no tokens: ''$"):
+        train(script, tmp_path / "new", [*SHORT, {"text": ""}])
+    assert not (tmp_path / "new" / "run").exists()

@@ -32,12 +32,18 @@ class PromptLimit:
         rows = tokenizer(prompts, add_special_tokens=False).input_ids
         if self.truncate:
             rows = [truncate(ids, self.tokens, tokenizer) for ids in rows]
-        for prompt, ids in zip(prompts, rows):
-            if not ids:
-                raise UserError(f"a prompt has no tokens: {prompt!r}")
+        check_prompts(prompts, rows)
+        for ids in rows:
             if self.tokens is not None and len(ids) > self.tokens:
                 raise UserError(f"a prompt has {len(ids)} tokens, and at most {self.tokens} fit: {self.reason}")
         return rows
+
+
+def check_prompts(prompts, rows):
+    """Raise UserError where one of B prompts, strings, has no token; `rows` are their tokens."""
+    for prompt, ids in zip(prompts, rows):
+        if not ids:
+            raise UserError(f"a prompt has no tokens: {prompt!r}")
 
 
 def prompt_limit(config, args, new_tokens):
@@ -105,6 +111,7 @@ def find_fits(task, items, readers):
         for agent, (tokenizer, limit) in enumerate(readers):
             prompts = episodes.prompts(agent, range(len(numbers)), tokenizer)
             rows = tokenizer(prompts, add_special_tokens=False).input_ids
+            check_prompts(prompts, rows)
             too_long |= {k for k, ids in zip(numbers, rows) if limit.tokens is not None and len(ids) > limit.tokens}
         fits += [k for k in numbers if k not in too_long]
     return fits
