@@ -755,8 +755,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     `train_dataset` and `eval_dataset`, rows of a datasets.Dataset or a list of dicts, replace the task's own.
     """
     args = args or Args()
-    if model is not None:
-        args = replace(args, model=models.name_of(model))
+    args = replace(args, model=models.name_of(args, model))
     device = distributed.start()
     check_args(args)
     readers = tasks.readers(args, "max_new_tokens", model, tokenizer)

@@ -165,8 +165,7 @@ def resolve_args(args, task=None, model=None, env=None):
         args = replace(args, task=getattr(task, "__name__", "task"))
     if env is not None and args.env is None:
         args = replace(args, env=getattr(env, "__name__", "env"))
-    if model is not None:
-        args = replace(args, model=models.name_of(model))
+    args = replace(args, model=models.name_of(args, model))
     config = models.check_models("model", "model_config", args, model, quantized=True)[0]
     max_turns = args.max_turns or (1 if args.task else 6)
     granularity = args.action_granularity

@@ -161,7 +161,7 @@ TABLE = {  # flag: another value, other flags of both runs, what is to be seen
     "early_termination_threshold": (-1.0, {"num_turns": 3}, becomes(1.0, column("turns"))),
     "eval_interval": (1, {}, becomes(True, has_column("eval/reward_mean"))),
     "eval_size": (2, {"eval_interval": 1}, evaluated),
-    "save_interval": (1, {}, becomes(True, has_file("update_000001"))),
+    "save_interval": (1, {"save_interval": 0}, becomes(True, has_file("update_000001"))),
     "keep_checkpoints": (1, {"save_interval": 1}, becomes(False, has_file("update_000001"))),
 }
 OWN = {

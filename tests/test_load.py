@@ -88,7 +88,7 @@ def test_code_that_a_folder_names_is_not_run(script):
     assert not Path("ran").exists() and args.trust_remote_code is False
     _, args = load_run(script, trust_remote_code=True)
     assert args.trust_remote_code is True
-    edit(model_config={"use_kernels": True}, use_vllm=True)
+    edit(model=SCRIPTS[script].Args().model, model_config={"use_kernels": True}, use_vllm=True)
     with pytest.raises(UserError, match="^--model-config takes what the configuration of .*, got use_kernels$"):
         load("run", SCRIPTS[script], "cpu")
 
@@ -112,6 +112,9 @@ def test_a_folder_that_is_no_whole_run_is_one_line(case):
 
 def test_a_run_on_another_model_is_one_line():
     train("ippo")
+    with pytest.raises(UserError, match="^--model: the run's model was loaded in Python, and has no name"):
+        load("run", SCRIPTS["ippo"], "cpu")
+    edit(model=SCRIPTS["ippo"].Args().model)
     with pytest.raises(UserError, match="^the run of run/.* began with another model than agent 0 has here$"):
         load("run", SCRIPTS["ippo"], "cpu")
 

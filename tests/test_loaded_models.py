@@ -56,6 +56,13 @@ def test_a_loaded_model_without_a_name_takes_its_tokenizer_too(script, flags, to
     assert not Path(args.output_dir).exists()
 
 
+@pytest.mark.parametrize("script, flags", [(ippo_llm, TEAM), (ppo_llm, ADAPTERS)])
+def test_a_loaded_model_without_a_name_has_that_of_the_flags(script, flags, tokenizer, tmp_path):
+    args = script.Args(**flags, model="some/base", task="number", output_dir=str(tmp_path / "run"))
+    _, run = script.main(args, model=build_model(tokenizer), tokenizer=tokenizer)
+    assert "some/base" in json.loads((run.folder / "config.json").read_text())["args"]["model"]
+
+
 # --- Critics ----------------------------------------------------------------------------------------------------------
 
 

@@ -186,7 +186,7 @@ def test_memory_that_runs_out_after_some_agents_have_learned_leaves_what_they_le
     with monkeypatch.context() as patch:
         exhaust(patch, script, "learn", [4])
         with pytest.raises(UserError, match="^out of memory in the phase learn: ") as error:
-            train(script)
+            train(script, save_interval=0)
     state = saved_state("run")
     assert (state["step"], state["learning"]) == (1, True)
     assert go_on(error)[1].step == 3
@@ -219,8 +219,9 @@ def test_half_of_what_the_flag_was_takes_less_until_it_is_one(monkeypatch, scrip
 
 
 @in_tmp_path
-def test_an_evaluation_takes_less_by_the_flag_of_sampling(monkeypatch):
-    exhaust(monkeypatch, "ippo", "sample", [2])
+@pytest.mark.parametrize("call", [1, 3])  # before the first update, and after it
+def test_an_evaluation_takes_less_by_the_flag_of_sampling(monkeypatch, call):
+    exhaust(monkeypatch, "ippo", "sample", [call])
     flags = {"num_agents": 1, "eval_interval": 1, "eval_size": 2}
     with pytest.raises(UserError, match="^out of memory in the phase evaluate: --per-device-train-batch-size 2 takes"):
         train("ippo", **flags)
@@ -254,7 +255,7 @@ def test_a_checkpoint_in_the_midst_of_an_update_says_so(monkeypatch, script):
     break_calls(monkeypatch, SCRIPTS[script], LOSSES[script], [4], "shapes differ")
     batch_size = {"batch_size" if script == "ppo" else "mini_batch_size": 2}
     with pytest.raises(RuntimeError):
-        train(script, num_agents=1, **batch_size)
+        train(script, num_agents=1, save_interval=0, **batch_size)
     state = saved_state("run")
     assert (state["step"], state["learning"]) == (1, True)
 

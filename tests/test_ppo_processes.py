@@ -205,6 +205,7 @@ def test_games_that_fail_in_both_processes_end_the_run_in_a_line(small_model, tm
     path = tmp_path / "failing.py"
     path.write_text(ENV.replace("seed in FAILING and seed % 2", "True"))
     flags = [*SIZES.split(), "--batch-size", 8, "--model", small_model, "--env", path, "--output-dir", tmp_path / "run"]
+    flags += ["--evaluation-interval", 0]
     for process in start_two("ppo_llm", *flags):
         assert process.wait().exitcode == 1
         message = "the environment failed in all 8 episodes, at first with RuntimeError: no start (reset)"

@@ -35,9 +35,12 @@ def per_agent(flag, names, num_agents):
 UNNAMED = "a loaded model"
 
 
-def name_of(model):
-    """Where a loaded model is from: a folder or a hub name, or that it has none."""
-    return getattr(model, "name_or_path", "") or UNNAMED
+def name_of(args, model):
+    """The --model of a run: where a loaded `model` is from, else what the flags, if they are given, name for it."""
+    if model is None:
+        return args.model
+    named = args.model if args.model != type(args)().model else UNNAMED
+    return getattr(model, "name_or_path", "") or named
 
 
 PLACE = ("revision", "subfolder", "cache_dir", "local_files_only")  # settings that say where a model and tokenizer are
@@ -55,6 +58,8 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
 
     Raises UserError unless it is a folder, was downloaded before, or is in reach, and for settings that it lacks.
     """
+    if name == UNNAMED:
+        raise UserError(f"{flag}: the run's model was loaded in Python, and has no name: it is to be given (model=)")
     settings = settings or {}
     name = locate(name)
     if Path(name).exists():
@@ -232,7 +237,7 @@ def load_tokenizers(args, tokenizer=None, model=None):
     """
     flag = flag_name("model")
     tokenizers = {}
-    names = per_agent(flag, args.model if model is None else name_of(model), args.num_agents)
+    names = per_agent(flag, name_of(args, model), args.num_agents)
     if tokenizer is None and UNNAMED in names:
         raise UserError("model= is of no folder or hub name, from which to load its tokenizer: give tokenizer= too")
     for name in dict.fromkeys(names):
