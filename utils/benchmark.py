@@ -76,19 +76,25 @@ class Job:
     started: float = 0.0
 
 
-def jobs_of(args):
-    """A Job for every task and seed. Raises UserError for a command that can't be run so."""
+def words_of(command, taken=()):
+    """(the words of a command, its script). Raises UserError for one that names no script, or flags that are taken."""
     try:
-        words = shlex.split(args.command)
+        words = shlex.split(command)
     except ValueError as error:
-        raise UserError(f"--command {args.command} is no command line: {error}") from error
+        raise UserError(f"--command {command} is no command line: {error}") from error
     script = next((word for word in words if word.endswith(".py")), None)
     if script is None or not Path(script).is_file():
-        raise UserError(f'--command takes "python SCRIPT.py --flags"; {args.command or "nothing"} names no script here')
+        raise UserError(f'--command takes "python SCRIPT.py --flags"; {command or "nothing"} names no script here')
     for word in words:
         flag = word.split("=")[0].replace("_", "-")
-        if flag in OWN or (flag == "--task" and args.tasks):
-            raise UserError(f"--command has {flag}, which each run gets from --tasks, --seeds and --output-dir")
+        if flag in (*OWN, *taken):
+            raise UserError(f"--command has {flag}, which each run gets from here")
+    return words, script
+
+
+def jobs_of(args):
+    """A Job for every task and seed. Raises UserError for a command that can't be run so."""
+    words, script = words_of(args.command, ("--task",) if args.tasks else ())
     own_words = [word.strip("-") for word in words[words.index(script) + 1 :]]
     name = args.name or re.sub(r"[^\w.-]+", "_", "_".join([Path(script).stem, *own_words]))
     if name != Path(name).name or name == "..":

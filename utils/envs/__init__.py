@@ -24,7 +24,7 @@ from utils.prompts import render
 from utils.tasks import import_file, search_in
 from utils.tasks.episodes import call, check_timer, time_limit
 
-BUILT_IN = ("grid", "guess")
+BUILT_IN = ("grid", "guess", "probe")
 MOST_GAMES = 500_000  # of one seed to train on, and to hold out
 
 
@@ -32,7 +32,7 @@ MOST_GAMES = 500_000  # of one seed to train on, and to hold out
 class EnvArgs:
     """The environment."""
 
-    env: str | None = None  # grid, guess, FILE.py or MODULE:CALLABLE; none: the script's own
+    env: str | None = None  # grid, guess, probe, FILE.py or MODULE:CALLABLE; none: the script's own
 
 
 # --- Loading ----------------------------------------------------------------------------------------------------------

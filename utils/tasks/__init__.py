@@ -53,7 +53,7 @@ __all__ = [
     "prompt_limit",
     "readers",
 ]
-BUILT_IN = ("arxiv", "code", "number", "reasoning", "tldr")
+BUILT_IN = ("arxiv", "code", "number", "probe", "reasoning", "tldr")
 NEEDED = ("formatters", "reward_func")
 DATA = ("train_dataset", "eval_dataset", "named_dataset", "item_of")
 OPTIONAL = (*DATA, "external_transition", "reward_processor", "metrics_callback", "optimum", "check")
@@ -69,7 +69,7 @@ FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 class TaskArgs:
     """The task and its items."""
 
-    task: str | None = None  # arxiv, code, number, reasoning, tldr, or a FILE.py of your own; none: the script's own
+    task: str | None = None  # arxiv, code, number, probe, reasoning, tldr, or your FILE.py; none: the script's own
     dataset: str | None = None  # data in place of the task's own: a hub dataset's name, a folder, or a .jsonl file
     train_size: PositiveInt | None = None  # items to train on; none: all of --dataset, or 1536 of a task's own
     eval_size: PositiveInt = 64  # held-out items
