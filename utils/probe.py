@@ -53,7 +53,8 @@ class ProbeArgs:
     """What is probed, how long, and what is kept of it."""
 
     command: str = ""  # required: a script and its flags but for task, team, model, seed and folder
-    quick: bool = False  # one size of each game, 3200 episodes; else every size, 6400 episodes
+    quick: bool = False  # one size of each game; else every size
+    episodes: PositiveInt | None = None  # of each game; none: 3200 with --quick, else 6400
     probes: tuple[str, ...] = ()  # games, such as first, or first-4 of one size; none: all
     seeds: tuple[int, ...] = (1,)  # values of --seed
     workers: PositiveInt = 2  # runs at a time, of one thread each
@@ -147,7 +148,12 @@ def known_flags(words):
     if process.returncode != 0:
         error = (process.stderr.strip() or "it says nothing").splitlines()[-1]
         raise UserError(f"--command: {shlex.join(words)} --help fails: {error}")
-    return set(re.findall(r"--[a-z][a-z-]*", process.stdout))
+    known = set(re.findall(r"--[a-z][a-z0-9-]*", process.stdout))
+    for word in [*words, "--task"]:
+        flag = word.split("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in known:
+            raise UserError(f"--command: the script has no {flag}")
+    return known
 
 
 def make_model(folder):
@@ -220,7 +226,7 @@ def play(probes, words, args, folder):
     if not model.exists():
         with writing(folder):
             make_model(model)
-    episodes = "3200" if args.quick else "6400"
+    episodes = str(args.episodes or (3200 if args.quick else 6400))
     jobs = {}
     for probe in probes:
         for seed in args.seeds:

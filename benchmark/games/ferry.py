@@ -19,10 +19,10 @@ class Env:
         rng = random.Random(None if seed is None else f"ferry {seed}")
         self.cars = [rng.choice(WEIGHTS) for _ in range(CARS)]
         self.load = 0
-        return f"The ferry carries {CAPACITY}. {self.observation()} Say 1 to take it, 2 to let it go.", {}
+        return f"{self.observation()}. Say 1 or 2.", {}
 
     def observation(self):
-        return f"It has {self.load}. A car of {self.cars[0]} comes."
+        return f"{self.load} and {self.cars[0]}"
 
     def step(self, answer):
         weight = self.cars.pop(0)

@@ -16,9 +16,9 @@ class Env:
         rng = random.Random(None if seed is None else f"relay {seed}")
         code, first, second = (rng.choice(CODES) for _ in range(3))
         self.answers = [first, second, code]
-        self.observations = [f"Now say {second}.", "What was the code?", "the end"]
+        self.observations = [f"Say {second}.", "What is the number?", "the end"]
         self.turn = 0
-        return f"The code is {code}. Say {first}.", {}
+        return f"{code} is the number. Say {first}.", {}
 
     def step(self, answer):
         right = answer.strip() == str(self.answers[self.turn])

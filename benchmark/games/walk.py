@@ -19,10 +19,10 @@ class Env:
         rng = random.Random(None if seed is None else f"walk {seed}")
         self.square, self.goal = rng.sample(SQUARES, 2)
         self.turn = 0
-        return f"{self.observation()} Say 1 for left, 2 for right.", {}
+        return f"{self.observation()}. Say 1 or 2.", {}
 
     def observation(self):
-        return f"You are at {self.square}. The goal is {self.goal}."
+        return f"{self.square} to {self.goal}"
 
     def step(self, answer):
         self.turn += 1

@@ -137,8 +137,9 @@ def roles(size):
 def differ(size):
     ability = "a team that has to settle, without talk, who says what"
 
-    def pay(deal, said):
-        return float({*said[-1]} == {*LETTERS[:size]})
+    def pay(deal, said):  # half for letters of the team's, half for all of them
+        own = [answer for answer in said[-1] if answer in LETTERS[:size]]
+        return 0.5 * len(own) / size + 0.5 * (len(set(own)) == size)
 
     return Game(ability, pay, num_letters=size, num_agents=size)
 

@@ -1,0 +1,216 @@
+"""Probes: exact scores against plays of their own, what a run of them prints and writes, and wrong commands."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils import probe
+from utils.cli import UserError, parse
+from utils.envs import probe as truncation
+from utils.tasks import probe as games
+from utils.tasks.episodes import Episodes
+
+SIZES = [f"{game.__name__}-{size}" for game, sizes in games.GAMES.items() for size in sizes]
+FEW = [name for name in SIZES if games.game_of(name).num_turns * games.game_of(name).num_tokens <= 4]
+HERE = Path(__file__).parent.parent
+
+
+def play(name, items, answers):
+    """What a team earns in an episode of each item, where answers(turn, agent, prompt) are its letters."""
+    game = games.game_of(name)
+    episodes = Episodes(games, items, game.num_agents, game.num_turns)
+    running = list(range(len(items)))
+    totals = [0.0] * len(items)
+    for turn in range(game.num_turns):
+        prompts = [[episodes.prompt_history[k][i][-1] for k in running] for i in range(game.num_agents)]
+        said = [[answers(turn, i, prompt) for prompt in own] for i, own in enumerate(prompts)]
+        rewards, _ = episodes.reward_func(running, prompts, said)
+        for k, reward in zip(running, rewards[0]):
+            totals[k] += reward
+        going = []
+        for k in running if turn + 1 < game.num_turns else ():
+            next_prompts = episodes.external_transition(k)
+            if next_prompts is not None:
+                episodes.add_prompts(k, next_prompts)
+                going.append(k)
+        running = going
+        if not running:
+            break
+    return totals
+
+
+def all_deals(name):
+    return [{"game": name, "deal": deal} for deal in range(len(games.game_of(name).deals))]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_random_players_score_is_the_mean_over_all_that_can_be_said(name):
+    game = games.game_of(name)
+    answers = [" ".join(answer) for answer in game.answers]
+    plans = itertools.product(answers, repeat=game.num_turns * game.num_agents)
+    scores = []
+    for plan in plans:
+        scores += play(name, all_deals(name), lambda turn, agent, _: plan[turn * game.num_agents + agent])
+    assert games.score(game, games.mean) == pytest.approx(sum(scores) / len(scores), abs=1e-12)
+
+
+def shown(prompt):
+    """The letters that are shown in each turn."""
+    return [message["content"] for message in prompt if message["role"] == "user"]
+
+
+def best_answer(name):
+    """(turn, agent, prompt) -> what the best player says, written down by hand."""
+    kind, _, size = name.partition("-")
+    return {
+        "always": lambda turn, agent, prompt: " ".join("a" * int(size)),
+        "copy": lambda turn, agent, prompt: shown(prompt)[-1],
+        "critic": lambda turn, agent, prompt: "a",
+        "first": lambda turn, agent, prompt: " ".join("a" * int(size)),
+        "last": lambda turn, agent, prompt: " ".join("a" * int(size)),
+        "delayed": lambda turn, agent, prompt: "a",
+        "steps": lambda turn, agent, prompt: shown(prompt)[-1],
+        "whole": lambda turn, agent, prompt: shown(prompt)[-1],
+        "memory": lambda turn, agent, prompt: shown(prompt)[0],
+        "ending": lambda turn, agent, prompt: "b",
+        "trap": lambda turn, agent, prompt: "b",
+        "noise": lambda turn, agent, prompt: shown(prompt)[-1],
+        "roles": lambda turn, agent, prompt: "abcdefgh"[agent],
+        "differ": lambda turn, agent, prompt: "abcdefgh"[agent],
+        "partner": lambda turn, agent, prompt: shown(prompt)[-1],
+        "decider": lambda turn, agent, prompt: shown(prompt)[-1].split()[1],
+    }[kind]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_best_score_is_what_the_best_player_earns(name):
+    totals = play(name, all_deals(name), best_answer(name))
+    assert games.score(games.game_of(name), max) == pytest.approx(sum(totals) / len(totals), abs=1e-12)
+
+
+def test_a_prompt_has_what_was_said_before():
+    seen = []
+    play("memory-4", all_deals("memory-4")[:1], lambda turn, agent, prompt: seen.append(prompt) or "b")
+    assert [len(prompt) for prompt in seen] == [1, 3, 5, 7]
+    assert seen[3][:5] == seen[2] and seen[3][5] == {"role": "assistant", "content": "b"}
+    assert shown(seen[3])[1:] == ["go", "go", "tell"] and shown(seen[3])[0] in ("a", "b", "c", "d")
+
+
+def test_items_are_all_deals_equally_often():
+    items = games.named_dataset("copy-4", 64, 1, "train")
+    assert sorted(items["deal"]) == sorted([*range(4)] * 16)
+    assert items["deal"] != games.named_dataset("copy-4", 64, 2, "train")["deal"]
+
+
+@pytest.mark.parametrize("goes_on, worth", [(0, 0.6), (1, 1.0), (0.5, 0.8)])
+def test_what_truncated_episodes_are_worth(goes_on, worth):
+    reward = goes_on * 0.25 + (1 - goes_on) * 0.6
+    assert truncation.worth(reward) == pytest.approx(worth)
+
+
+def test_the_truncated_game_earns_what_it_says():
+    totals = {"a": 0.0, "b": 0.0}
+    for seed in range(2000):
+        for letter in totals:
+            env = truncation.Env()
+            env.reset(seed=seed)
+            over = False
+            while not over:
+                _, reward, terminated, truncated, _ = env.step(letter)
+                totals[letter] += reward / 2000
+                over = terminated or truncated
+    assert totals["a"] == pytest.approx(0.6) and totals["b"] == pytest.approx(0.25, abs=0.03)
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def run(*words, folder):
+    argv = [sys.executable, "-m", "utils.probe", *map(str, words)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(argv, capture_output=True, text=True, cwd=HERE, env=environment)
+
+
+@pytest.mark.parametrize("script", ["ippo_llm", "iac_llm", "ppo_llm"])
+def test_a_game_is_learned_and_shown(script, tmp_path):
+    own = ["--probes", "always-1", "--output-dir", tmp_path / "runs"]
+    out = ["--json", tmp_path / "of/table.json", "--picture", tmp_path / "of/bars.png"]
+    process = run("--command", f"python {script}.py", "--quick", *own, *out, folder=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "| always-1 | an answer that is always right |" in process.stdout
+    assert "1 of 1 probes are learned" in process.stdout
+    (entry,) = json.loads((tmp_path / "of/table.json").read_text())["probes"]
+    assert entry["first"][0] < 0.3 < entry["random"] + 0.1 and entry["last"][0] > 0.9 and entry["verdict"] == "learned"
+    assert (tmp_path / "of/bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_fails_is_told_and_the_others_stay(tmp_path):
+    own = ["--probes", "always-1", "copy-4", "--output-dir", tmp_path / "runs", "--episodes", 64]
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(HERE)!r})\n"
+        "import ippo_llm\n"
+        "from utils.cli import command_line\n"
+        "if 'copy-4' in sys.argv: sys.exit('a fault')\n"
+        "command_line(ippo_llm.main, ippo_llm.Args, '')\n"
+    )
+    process = run("--command", f"python {script}", *own, folder=tmp_path)
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1].endswith("1 of 2 probes failed: copy-4")
+    assert "| failed |" in process.stdout and "| always-1 |" in process.stdout and "a fault" in process.stderr
+
+
+WRONG = {
+    "": "names no script here",
+    "python none.py": "names no script here",
+    "python ippo_llm.py --task number": "--command has --task, which each run gets from here",
+    "python ippo_llm.py --model x": "--command has --model, which each run gets from here",
+    "python ippo_llm.py --no-such-flag 1": "^--command: the script has no --no-such-flag$",
+    "python utils/__init__.py": "^--command: the script has no --task$",
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_wrong_command_is_one_line(command):
+    with pytest.raises(UserError, match=WRONG[command]) as error:
+        probe.main(parse(probe.Args, ["--command", command]))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["nothing", "copy-9", "copy-", "truncation"])
+def test_a_wrong_probe_is_one_line(name):
+    with pytest.raises(UserError, match=f"^--probes takes always, copy, .*, or one with its size, .*, got {name}$"):
+        probe.probes_of(parse(probe.Args, ["--probes", name]), {"--task"})
+
+
+def test_probes_are_those_that_a_script_can_play():
+    flags = {"--task", "--num-agents", "--num-turns", "--max-new-tokens"}
+    names = [each.name for each in probe.probes_of(probe.Args(), flags)]
+    assert set(names) == set(SIZES)
+    assert "truncation-2" in [each.name for each in probe.probes_of(probe.Args(quick=True), flags | {"--env"})]
+    with pytest.raises(UserError, match="the script has no --num-turns or --max-turns, which delayed-4 takes"):
+        probe.probes_of(probe.Args(probes=("delayed-4",)), flags - {"--num-turns"})
+    (one,) = probe.probes_of(probe.Args(probes=("memory-5",)), flags)
+    assert one.words[-6:] == ["--num-turns", "5", "--max-new-tokens", "1", "--num-agents", "1"]
+
+
+def test_the_models_weights_are_the_same_each_time_and_say_anything(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for name in ("one", "two"):
+        torch.manual_seed(len(name) + ord(name[0]))
+        probe.make_model(tmp_path / name)
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "two")]
+    for one, two in zip(*[model.parameters() for model in models]):
+        assert torch.equal(one, two)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one")
+    assert len(tokenizer("a b go tell").input_ids) == 4
+    logits = models[0](torch.tensor([tokenizer("go").input_ids])).logits
+    assert logits.softmax(-1).min() > 1e-3
