@@ -9,9 +9,9 @@ while its own critic phi_i descends (V(h_t) - G_t)^2, clipped, with
 G_t = r_t + gamma V_old(h_{t+1}). The A_t of J is a constant, standardised over the rollout. IAC is IPPO
 (ippo_llm.py) with lambda 0 and defaults of its own: an update follows every 32 joint samples. An action is a whole
 response, or a token (--action-granularity).
-r is the team's reward, standardised over the turns of a rollout, on the last token of a turn, less a KL penalty on each
-token. The other agents are a part of the environment. The critic is a model of its own (--use-separate-critic), or a
-value head on the actor; with a head, the value loss also trains the actor's body.
+r is the team's reward, such that what episodes of a rollout earn is standardised, on the last token of a turn, less a
+KL penalty on each token. The other agents are a part of the environment. The critic is a model of its own
+(--use-separate-critic), or a value head on the actor; with a head, the value loss also trains the actor's body.
 
     python iac_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 iac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -253,6 +253,7 @@ class Agent:
         self.optimizers = build_optimizers(self, args)
         self.schedules = [build_schedule(optimizer, updates, args) for optimizer in self.optimizers]
         self.num_skipped = 0  # gradients in a row that were not finite
+        self.deviation = 0.0  # that the advantages of the last rollout were divided by
         self.engine = engine.get_engine(self.actor, args, "max_new_tokens") if args.use_vllm else None
 
 
@@ -550,19 +551,51 @@ def compute_values(agent, rollout, args):
     return rollout.map(lambda part: read_values(agent, part), forward_size(args))
 
 
-def standardise(x, mask, eps=1e-6):
-    """(x - mean) / max(deviation, eps) where the mask is 1, in all processes; 0 elsewhere."""
+def moments(x, mask):
+    """(mean, standard deviation) of x where the mask is 1, in all processes."""
     count = distributed.total(mask.sum())
     mean = distributed.total((x * mask).sum()) / count
     variance = distributed.total(((x - mean) ** 2 * mask).sum()) / count
-    return (x - mean) / variance.sqrt().clamp(min=eps) * mask
+    return mean, variance.sqrt()
+
+
+def divisor(mean, deviation, least):
+    """max(deviation, least); infinite where the deviation is one of rounding: what was divided by it would be noise."""
+    is_rounding = deviation <= 1e-6 * mean.abs().clamp(min=1)
+    return deviation.clamp(min=least).masked_fill(is_rounding, torch.inf)
+
+
+def standardise(x, mask, least=0.0):
+    """(x - mean) / max(deviation, least) where the mask is 1, in all processes; 0 elsewhere, or if all are equal."""
+    mean, deviation = moments(x, mask)
+    return (x - mean) / divisor(mean, deviation, least) * mask
+
+
+def remember_deviation(agent, advantages, mask):
+    """The deviation of an agent's advantages, or 98 % of the one before, where that is larger; the agent keeps it.
+
+    Advantages are divided by it. Where nearly all episodes earn the same, what is left of them is the critic's noise.
+    """
+    deviation = float(moments(advantages, mask)[1])
+    agent.deviation = max(deviation, 0.98 * agent.deviation)
+    return agent.deviation
+
+
+def standardise_returns(rewards, played, least):
+    """Rewards of turns [B, T], such that their sums over an episode are standardised, as `standardise` does it.
+
+    The mean comes off an episode's last turn alone: a turn more or less is worth what it pays.
+    """
+    is_last = played - pad(played[:, 1:], (0, 1))
+    mean, deviation = moments(rewards.sum(1), played[:, 0])
+    return (rewards - mean * is_last) / divisor(mean, deviation, least)
 
 
 def token_rewards(rollout, reference_logprobs, args):
     """[B, T, L]: a turn's reward on its last token, and -kl_coef (log pi - log pi_ref) on every token."""
     turn_rewards = rollout.rewards
     if args.reward_normalization:
-        turn_rewards = standardise(turn_rewards, rollout.played.float(), args.reward_norm_eps)
+        turn_rewards = standardise_returns(turn_rewards, rollout.played.float(), args.reward_norm_eps)
     next_mask = pad(rollout.response_mask[..., 1:], (0, 1))
     last_tokens = rollout.response_mask - next_mask
     rewards = last_tokens * turn_rewards[..., None]
@@ -706,7 +739,7 @@ def learn(agent, rollout, args, generator):
     action_mask = first_of_actions(rollout.response_mask, args)
     advantages, returns = td_error(action_rewards, old_values, action_mask, args.gamma)
     if args.advantage_normalization:
-        advantages = standardise(advantages, action_mask)
+        advantages = standardise(advantages, action_mask, remember_deviation(agent, advantages, action_mask))
     batch = Batch(
         **vars(rollout),
         reference_logprobs=reference_logprobs,

@@ -6,10 +6,11 @@ For each agent, with E the mean over sampled tokens a, and h all tokens before a
     rho = pi(a|h) / pi_old(a|h),    d = log pi_ref(a|h) - log pi(a|h),
 
 and the critic, as a mean over actions, vf_coef / 2 max((V - G)^2, (clip(V, V_old - eps, V_old + eps) - G)^2).
-A is generalised advantage estimation over actions, G = A + V_old; after that A is standardised. An action is a token,
-or a whole turn, whose tokens all have the turn's A (--action-granularity). With --turn-level-clip rho is of a turn, the
-product of its tokens', and the first mean is over turns. With vLLM and --sampler-correction the terms of the first mean
-are weighted by min(pi_old / pi of vLLM, 2).
+A is generalised advantage estimation over actions, G = A + V_old; after that A is less its mean, and divided by its
+deviation, or by 98 % of the divisor before, if that is larger. An action is a token, or a whole turn, whose tokens all
+have the turn's A (--action-granularity). With --turn-level-clip rho is of a turn, the product of its tokens', and the
+first mean is over turns. With vLLM and --sampler-correction the terms of the first mean are weighted by
+min(pi_old / pi of vLLM, 2).
 
     python ppo_llm.py                                   guess a number in at most six turns
     python ppo_llm.py --task tldr --num-agents 2        two agents summarise, one turn
@@ -108,7 +109,8 @@ class GenerationArgs:
 class PPOArgs:
     """The algorithm."""
 
-    action_granularity: Literal["turn", "token", "auto"] = "auto"  # what is an action; auto: turn if --max-turns > 1
+    # what is an action; auto: a token, or a turn where one of the next two flags is given
+    action_granularity: Literal["turn", "token", "auto"] = "auto"
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = "first_value"  # V of a turn, from its tokens'
     turn_level_clip: bool = False  # the ratio of a turn, not of each of its tokens; takes turns as actions
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount factor between actions
@@ -170,7 +172,8 @@ def resolve_args(args, task=None, model=None, env=None):
     max_turns = args.max_turns or (1 if args.task else 6)
     granularity = args.action_granularity
     if granularity == "auto":
-        granularity = "turn" if max_turns > 1 else "token"
+        of_turns = args.turn_level_clip or args.turn_value_reduction != "first_value"
+        granularity = "turn" if of_turns else "token"
     gae_lambda = args.gae_lambda
     if gae_lambda is None:
         gae_lambda = 0.7 if granularity == "turn" else 0.95
@@ -325,6 +328,7 @@ class Agent:
         self.optimizers = [optimizer]
         self.schedules = [build_schedule(optimizer, updates, args)]
         self.num_skipped = 0  # gradients in a row that were not finite
+        self.deviation = 0.0  # that the advantages of the last rollout were divided by
 
 
 def build_schedule(optimizer, updates, args):
@@ -744,12 +748,34 @@ def samples_exactly(agent, args):
     return full_precision and full_support and args.repetition_penalty == 1 and args.calc_position_embeddings
 
 
-def standardise(x, mask, eps=1e-6):
-    """(x - mean) / max(deviation, eps) where the mask is 1, in all processes; 0 elsewhere."""
+def moments(x, mask):
+    """(mean, standard deviation) of x where the mask is 1, in all processes."""
     count = distributed.total(mask.sum())
     mean = distributed.total((x * mask).sum()) / count
     variance = distributed.total(((x - mean) ** 2 * mask).sum()) / count
-    return (x - mean) / variance.sqrt().clamp(min=eps) * mask
+    return mean, variance.sqrt()
+
+
+def divisor(mean, deviation, least):
+    """max(deviation, least); infinite where the deviation is one of rounding: what was divided by it would be noise."""
+    is_rounding = deviation <= 1e-6 * mean.abs().clamp(min=1)
+    return deviation.clamp(min=least).masked_fill(is_rounding, torch.inf)
+
+
+def standardise(x, mask, least=0.0):
+    """(x - mean) / max(deviation, least) where the mask is 1, in all processes; 0 elsewhere, or if all are equal."""
+    mean, deviation = moments(x, mask)
+    return (x - mean) / divisor(mean, deviation, least) * mask
+
+
+def remember_deviation(agent, advantages, mask):
+    """The deviation of an agent's advantages, or 98 % of the one before, where that is larger; the agent keeps it.
+
+    Advantages are divided by it. Where nearly all episodes earn the same, what is left of them is the critic's noise.
+    """
+    deviation = float(moments(advantages, mask)[1])
+    agent.deviation = max(deviation, 0.98 * agent.deviation)
+    return agent.deviation
 
 
 def first_tokens(rollout):
@@ -964,7 +990,7 @@ def learn(agent, rollout, args, generator):
     action_rewards, old_values, action_mask = to_actions(rewards, values, rollout, args)
     advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.adv_whitening:
-        advantages = standardise(advantages, action_mask)
+        advantages = standardise(advantages, action_mask, remember_deviation(agent, advantages, action_mask))
     batch = Batch(
         **vars(rollout),
         reference_logprobs=reference_logprobs,

@@ -259,7 +259,7 @@ def check_no_ratio(script):
 
 
 def check_turns_are_actions(script):
-    args = script.resolve_args(script.Args(max_turns=2))
+    args = script.resolve_args(script.Args(max_turns=2, action_granularity="turn"))
     assert args.action_granularity == "turn"
     check_gae(script)
 

@@ -299,7 +299,7 @@ TABLE = {
     "repetition_penalty": (5.0, {}, other_responses),
     "hf_generate_chunk_size": (3, {}, becomes(most_rows(PLAYS), 3)),
     # the algorithm
-    "action_granularity": ("token", {}, both(other_actors, other_critics)),
+    "action_granularity": ("turn", {}, both(other_actors, other_critics)),
     "turn_value_reduction": ("final_value", {}, both(other_actors, other_critics)),
     "turn_level_clip": (True, {}, other_actors),
     "gamma": (0.5, {}, both(other_actors, other_critics)),
@@ -369,17 +369,16 @@ def test_a_flag_changes_what_happens(tmp_path, places, baseline, flag):
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ({}, "turn"),
-        ({"max_turns": 2}, "turn"),
+        ({}, "token"),
         ({"max_turns": 1}, "token"),
-        ({"task": "tldr"}, "token"),
-        ({"task": "number", "max_turns": 3}, "turn"),
-        ({"action_granularity": "token"}, "token"),
+        ({"task": "number", "max_turns": 3}, "token"),
+        ({"turn_level_clip": True}, "turn"),
+        ({"turn_value_reduction": "mean"}, "turn"),
         ({"task": "tldr", "action_granularity": "turn"}, "turn"),
     ],
     ids=str,
 )
-def test_an_action_is_a_turn_where_there_may_be_several(flags, expected):
+def test_an_action_is_a_token_unless_a_flag_of_turns_is_given(flags, expected):
     assert ppo_llm.resolve_args(ppo_llm.Args(**flags)).action_granularity == expected
 
 
@@ -392,8 +391,8 @@ def test_an_action_is_a_turn_where_there_may_be_several(flags, expected):
             {"max_turns": 2, "max_output_tokens": 3, "train_size": 70},
             {"max_turns": 2, "max_output_tokens": 3, "train_size": 70},
         ),
-        ({}, {"gae_lambda": 0.7}),
-        ({"action_granularity": "token"}, {"gae_lambda": 0.95}),
+        ({}, {"gae_lambda": 0.95}),
+        ({"action_granularity": "turn"}, {"gae_lambda": 0.7}),
         ({"task": "tldr"}, {"gae_lambda": 0.95}),
         ({"gae_lambda": 0.3}, {"gae_lambda": 0.3}),
         ({"lr_actor": 0.5}, {"lr_critic": 0.5}),

@@ -252,7 +252,7 @@ def backward(agent, batch, args):
 
 @KIND
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("flags", [{}, {"action_granularity": "token"}, {"turn_level_clip": True}], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"action_granularity": "turn"}, {"turn_level_clip": True}], ids=str)
 def test_micro_batches_add_up_to_the_gradient_of_their_mini_batch(make, kind, size, flags):
     agent, args, _, batch = make(kind, **flags)
     backward(agent, batch, args)

@@ -214,7 +214,7 @@ def test_games_that_fail_in_both_processes_end_the_run_in_a_line(small_model, tm
 
 # --- Games that are dropped, and of which a process may have nothing else ---------------------------------------------
 
-ACTIONS = pytest.mark.parametrize("flags", [{}, {"action_granularity": "token"}, {"turn_level_clip": True}], ids=str)
+ACTIONS = pytest.mark.parametrize("flags", [{}, {"action_granularity": "turn"}, {"turn_level_clip": True}], ids=str)
 
 
 class Fragile:

@@ -6,7 +6,8 @@ What utils ask of an agent that is a model, here and in utils/run.py:
     tokenizer     beside it
     optimizers    a list of AdamW
     schedules     a list of torch's learning-rate schedules, stepped once an update
-    num_skipped   gradients running that were not finite; it may be left out, and so may
+    num_skipped   gradients running that were not finite
+    deviation     that advantages were divided by; both may be left out, and so may
     critic        a transformers model, or None
     value_head    a module
     reference     the initial model; with it a run is not resumed with another one

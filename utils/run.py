@@ -298,6 +298,7 @@ class Run:
         self.saved_step = self.step
         for agent, counts in zip(self.agents, state["agents"], strict=True):
             agent.num_skipped = counts["skipped"]
+            agent.deviation = counts.get("deviation", 0.0)  # an older checkpoint has none
             for schedule in agent.schedules:
                 schedule.last_epoch += self.step - 1  # it stands where the run began
                 with warnings.catch_warnings():
@@ -525,7 +526,7 @@ class Run:
         state = {
             "step": self.step,
             "learning": self.learning,
-            "agents": [{"skipped": getattr(agent, "num_skipped", 0)} for agent in self.agents],
+            "agents": [remembered(agent) for agent in self.agents],
             "totals": self.totals,
             "elapsed": time.time() - self.started,
             "wandb": self.tracker.id,
@@ -648,6 +649,11 @@ class Run:
         if self.optimum is not None:
             outcome += f"; optimal play: {self.optimum:.3f}"
         return outcome
+
+
+def remembered(agent):
+    """What an agent keeps beside its weights and optimisers."""
+    return {"skipped": getattr(agent, "num_skipped", 0), "deviation": getattr(agent, "deviation", 0.0)}
 
 
 def is_out_of_memory(error):
