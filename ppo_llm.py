@@ -778,6 +778,12 @@ def remember_deviation(agent, advantages, mask):
     return agent.deviation
 
 
+def earn_the_same(rewards, played):
+    """Whether the rewards [B, T] of all episodes, in all processes, have one sum: then none is better than another."""
+    mean, deviation = moments(rewards.sum(1), played[:, 0].float())
+    return bool(divisor(mean, deviation, 0.0).isinf())
+
+
 def first_tokens(rollout):
     """[B, L] 1 on the first token of each turn."""
     previous_turn = pad(rollout.turn_of_token[:, :-1], (1, 0), value=-1)
@@ -991,6 +997,8 @@ def learn(agent, rollout, args, generator):
     advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.adv_whitening:
         advantages = standardise(advantages, action_mask, remember_deviation(agent, advantages, action_mask))
+        if args.gamma == 1 and earn_the_same(rewards, rollout.played):
+            advantages = torch.zeros_like(advantages)  # what there is of them comes from lambda and the critic alone
     batch = Batch(
         **vars(rollout),
         reference_logprobs=reference_logprobs,

@@ -22,20 +22,17 @@ def earn_the_same(*completions, items):
 
 @every_script
 def test_a_rollout_in_which_all_earn_the_same_moves_no_actor(script):
-    flags = {"max_steps": 4, "mini_batch_size": 2} if script != "ppo" else {"max_steps": 4, "batch_size": 2}
-    learned, _ = train(script, earn_the_same, **flags)
+    sizes = {"batch_size": 2, "beta": 0.0} if script == "ppo" else {"mini_batch_size": 2, "kl_coef": 0.0}
+    learned, _ = train(script, earn_the_same, **sizes)
     module = SCRIPTS[script]
-    torch.manual_seed(1)
     shape = {"task": "number", "lora_rank": 4, "lora_alpha": 8.0} if script == "ppo" else {}
-    args = module.Args(num_agents=2, **shape)
-    untrained = module.build_agents(args, "cpu", 1, *small_model())
+    untrained = module.build_agents(module.Args(num_agents=2, **shape), "cpu", 1, *small_model())
     for agent, other in zip(learned, untrained):
         if script == "ppo":
             assert not any(x.any() for x in adapter_weights(agent, "lora_B"))
         else:
-            moved = [(x - y).abs().max() for x, y in zip(agent.actor.parameters(), other.actor.parameters())]
-            assert max(moved) < 0.01 * args.actor_learning_rate  # a step of Adam in any direction is as long as this
-    rewarded, _ = train(script, folder="other", **flags)  # the test could fail
+            assert same_tensors([*agent.actor.parameters()], [*other.actor.parameters()])
+    rewarded, _ = train(script, folder="other", **sizes)
     assert not same_tensors(all_parameters(rewarded[0]), all_parameters(learned[0]))
 
 
