@@ -114,7 +114,8 @@ class PPOArgs:
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = "first_value"  # V of a turn, from its tokens'
     turn_level_clip: bool = False  # the ratio of a turn, not of each of its tokens; takes turns as actions
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount factor between actions
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None  # lambda of GAE; none: 0.7 for turns, 0.95 for tokens
+    # lambda of GAE; none: 0.95, or, of several turns, 0.85 for tokens and 0.7 for turns
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
     adv_whitening: bool = True  # standardise advantages over the rollout
     clip_coef: PositiveFloat = 0.2  # eps: clip range of the ratio, and of a value's change
     beta: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference; 0: no pass through the reference
@@ -176,7 +177,7 @@ def resolve_args(args, task=None, model=None, env=None):
         granularity = "turn" if of_turns else "token"
     gae_lambda = args.gae_lambda
     if gae_lambda is None:
-        gae_lambda = 0.7 if granularity == "turn" else 0.95
+        gae_lambda = 0.95 if max_turns == 1 else {"token": 0.85, "turn": 0.7}[granularity]
     args = replace(
         args,
         max_turns=max_turns,

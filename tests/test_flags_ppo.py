@@ -391,7 +391,7 @@ def test_an_action_is_a_token_unless_a_flag_of_turns_is_given(flags, expected):
             {"max_turns": 2, "max_output_tokens": 3, "train_size": 70},
             {"max_turns": 2, "max_output_tokens": 3, "train_size": 70},
         ),
-        ({}, {"gae_lambda": 0.95}),
+        ({}, {"gae_lambda": 0.85}),
         ({"action_granularity": "turn"}, {"gae_lambda": 0.7}),
         ({"task": "tldr"}, {"gae_lambda": 0.95}),
         ({"gae_lambda": 0.3}, {"gae_lambda": 0.3}),
