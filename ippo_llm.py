@@ -578,7 +578,7 @@ def remember_deviation(agent, advantages, mask):
     Advantages are divided by it. Where nearly all episodes earn the same, what is left of them is the critic's noise.
     """
     deviation = float(moments(advantages, mask)[1])
-    agent.deviation = max(deviation, 0.98 * agent.deviation)
+    agent.deviation = max(0.98 * agent.deviation, deviation)
     return agent.deviation
 
 
