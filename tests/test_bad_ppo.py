@@ -130,11 +130,7 @@ FLAGS = {
     "--max-output-tokens 600": "--max-output-tokens 600 after a prompt of 1 exceeds --max-model-len 512",  # the model's
     "--min-output-tokens 9": "--min-output-tokens takes at most --max-output-tokens, 8, got 9",
     "--turn-level-clip --action-granularity token": TAKE_TURNS,
-    "--turn-level-clip --max-turns 1": TAKE_TURNS,
-    "--turn-level-clip --task tldr": TAKE_TURNS,
     "--turn-value-reduction mean --action-granularity token": TAKE_TURNS,
-    "--turn-value-reduction final_value --max-turns 1": TAKE_TURNS,
-    "--turn-value-reduction mean --task tldr": TAKE_TURNS,
     "--reference-update-interval 1 --no-use-separate-reference-adapter": (
         "--reference-update-interval has no effect without --use-separate-reference-adapter"
     ),
@@ -163,7 +159,7 @@ FLAGS = {
     "--gamma two": "--gamma.*two",
     "--dtype float16": "--dtype.*float32.*bfloat16",
     "--no-such-flag": "Unrecognized options: --no-such-flag",
-    "--env gues": "--env gues: there is none; --env takes grid, guess, FILE.py or MODULE:CALLABLE",
+    "--env gues": "--env gues: there is none; --env takes grid, guess, probe, FILE.py or MODULE:CALLABLE",
     "--env gone.py": "--env gone.py: there is no such file",
 }
 

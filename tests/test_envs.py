@@ -419,8 +419,8 @@ def test_a_bad_file_is_one_line(tmp_path, monkeypatch, code):
 
 
 BAD_SPECS = {
-    "gues": r"there is none; --env takes grid, guess, FILE.py or MODULE:CALLABLE",
-    "": r"there is none; --env takes grid, guess, FILE.py or MODULE:CALLABLE",
+    "gues": r"there is none; --env takes grid, guess, probe, FILE.py or MODULE:CALLABLE",
+    "": r"there is none; --env takes grid, guess, probe, FILE.py or MODULE:CALLABLE",
     "gone.py": r"there is no such file",
     "no_such_package.envs:Env": r"no_such_package.envs can't be imported: ModuleNotFoundError: No module named .*",
     ":Env": r" can't be imported: ValueError: Empty module name",

@@ -31,7 +31,7 @@ def test_autocast_leaves_the_weights_in_float32_and_computes_in_bfloat16(tmp_pat
         agents, run = ippo_llm.main(args)
         assert {parameter.dtype for parameter in agents[0].actor.parameters()} == {torch.float32}
         rows.append(run.rows[0])
-    assert rows[0]["agent_0/policy_loss"] != rows[1]["agent_0/policy_loss"]
+    assert rows[0]["agent_0/value_loss"] != rows[1]["agent_0/value_loss"]
     assert abs(rows[1]["agent_0/approx_kl"]) < 0.1
 
 

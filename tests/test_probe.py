@@ -136,7 +136,7 @@ def run(*words, folder):
     return subprocess.run(argv, capture_output=True, text=True, cwd=HERE, env=environment)
 
 
-@pytest.mark.parametrize("script", ["ippo_llm", "iac_llm", "ppo_llm"])
+@pytest.mark.parametrize("script", ["ippo_llm", pytest.param("iac_llm", marks=pytest.mark.slow), "ppo_llm"])
 def test_a_game_is_learned_and_shown(script, tmp_path):
     own = ["--probes", "always-1", "--output-dir", tmp_path / "runs"]
     out = ["--json", tmp_path / "of/table.json", "--picture", tmp_path / "of/bars.png"]

@@ -2,10 +2,10 @@
 
     python ippo_llm.py --task probe --dataset first-4 --num-agents 1 --max-new-tokens 4
 
-The number after a game's name is its size, in letters to choose from, tokens of an answer, or turns. Every game has few
-different items, `deals`, all equally likely; a player sees what `show` says of one, as do all its partners, and answers
-with letters. So the score of a player of uniformly random letters, and the best that there is, are known exactly, by
-enumeration (`worth`).
+Without `--dataset` it is first-4. The number after a game's name is its size, in letters to choose from, tokens of an
+answer, or turns. Every game has few different items, `deals`, all equally likely; a player sees what `show` says of one,
+as do all its partners, and answers with letters. So the score of a player of uniformly random letters, and the best that
+there is, are known exactly, by enumeration (`worth`).
 """
 
 import functools
@@ -259,6 +259,14 @@ def mean(values):
 
 
 # --- The task ---------------------------------------------------------------------------------------------------------
+
+
+def train_dataset(size, seed):
+    return named_dataset("first-4", size, seed, "train")
+
+
+def eval_dataset(size, seed):
+    return named_dataset("first-4", size, seed, "eval")
 
 
 def named_dataset(name, size, seed, split):
