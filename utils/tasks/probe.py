@@ -3,9 +3,9 @@
     python ippo_llm.py --task probe --dataset first-4 --num-agents 1 --max-new-tokens 4
 
 Without `--dataset` it is first-4. The number after a game's name is its size, in letters to choose from, tokens of an
-answer, or turns. Every game has few different items, `deals`, all equally likely; a player sees what `show` says of one,
-as do all its partners, and answers with letters. So the score of a player of uniformly random letters, and the best that
-there is, are known exactly, by enumeration (`worth`).
+answer, or turns. Every game has few different items, `deals`, all equally likely; a player sees what `show` says of
+one, as do all its partners, and answers with letters. So the score of a player of uniformly random letters, and the
+best that there is, are known exactly, by enumeration (`worth`).
 """
 
 import functools
