@@ -192,7 +192,7 @@ def wait(condition, seconds=60):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"command": ""}, "names no script"),
+        ({"command": ""}, "--command is missing"),
         ({"command": "python nowhere.py"}, "names no script"),
         ({"command": 'python script.py --model "x'}, "is no command line"),
         ({"command": "python script.py --seed 3"}, "--command has --seed"),

@@ -167,7 +167,7 @@ def test_a_run_that_fails_is_told_and_the_others_stay(tmp_path):
 
 
 WRONG = {
-    "": "names no script here",
+    "": "--command is missing",
     "python none.py": "names no script here",
     "python ippo_llm.py --task number": "--command has --task, which each run gets from here",
     "python ippo_llm.py --model x": "--command has --model, which each run gets from here",

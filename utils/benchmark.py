@@ -83,8 +83,10 @@ def words_of(command, taken=()):
     except ValueError as error:
         raise UserError(f"--command {command} is no command line: {error}") from error
     script = next((word for word in words if word.endswith(".py")), None)
+    if not words:
+        raise UserError('--command is missing; it takes "python SCRIPT.py --flags"')
     if script is None or not Path(script).is_file():
-        raise UserError(f'--command takes "python SCRIPT.py --flags"; {command or "nothing"} names no script here')
+        raise UserError(f'--command takes "python SCRIPT.py --flags"; {command} names no script here')
     for word in words:
         flag = word.split("=")[0].replace("_", "-")
         if flag in (*OWN, *taken):

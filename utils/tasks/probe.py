@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import datasets
 
+from utils.cli import UserError
+
 LETTERS = "abcdefgh"
 WORDS = ("go", "tell")
 
@@ -220,7 +222,7 @@ def game_of(name):
     """The Game of a name such as first-4. Raises ValueError."""
     kind, _, size = name.rpartition("-")
     if kind not in BY_NAME or not size.isdecimal() or not 1 <= int(size) <= 8:
-        raise ValueError(f"the games are {', '.join(BY_NAME)}, with a size of 1 to 8, as in first-4; got {name}")
+        raise ValueError(f"the games are {', '.join(BY_NAME)}, with a size of 1 to 8, as in first-4")
     return BY_NAME[kind](int(size))
 
 
@@ -270,7 +272,10 @@ def eval_dataset(size, seed):
 
 
 def named_dataset(name, size, seed, split):
-    game = game_of(name)
+    try:
+        game = game_of(name)
+    except ValueError as error:
+        raise UserError(f"--dataset {name}: {error}") from error
     rng = random.Random(f"probe {name} {split} {seed}")
     deals = [k % len(game.deals) for k in range(size)]
     rng.shuffle(deals)
