@@ -143,7 +143,7 @@ def test_a_game_is_learned_and_shown(script, tmp_path):
     process = run("--command", f"python {script}.py", "--quick", *own, *out, folder=tmp_path)
     assert process.returncode == 0, process.stderr
     assert "| always-1 | an answer that is always right |" in process.stdout
-    assert "1 of 1 probes are learned" in process.stdout
+    assert "1 of 1 probes are learned; interquartile mean of the way 9" in process.stdout.replace("100", "99")
     (entry,) = json.loads((tmp_path / "of/table.json").read_text())["probes"]
     assert entry["first"][0] < 0.3 < entry["random"] + 0.1 and entry["last"][0] > 0.9 and entry["verdict"] == "learned"
     assert (tmp_path / "of/bars.png").read_bytes().startswith(b"\x89PNG")
@@ -198,6 +198,11 @@ def test_probes_are_those_that_a_script_can_play():
         probe.probes_of(probe.Args(probes=("delayed-4",)), flags - {"--num-turns"})
     (one,) = probe.probes_of(probe.Args(probes=("memory-5",)), flags)
     assert one.words[4:] == ["--num-agents", "1", "--num-turns", "5", "--max-new-tokens", "1"]
+
+
+@pytest.mark.parametrize("values, middle", [([3, 1], 2), ([9, 1, 2, 4], 3), ([-50, 1, 2, 3, 7, 100], 3.25)])
+def test_the_middle_half_of_the_scores_is_what_counts(values, middle):
+    assert probe.middle_mean(values) == middle
 
 
 def test_the_models_weights_are_the_same_each_time_and_say_anything(tmp_path):

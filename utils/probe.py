@@ -82,9 +82,14 @@ class Probe:
     seconds: float = 0.0  # of all seeds
 
     @property
+    def shares(self):
+        """Of the way from the random player to the best one, one of each seed."""
+        return [(score - self.random) / (self.best - self.random) for score in self.last]
+
+    @property
     def share(self):
-        """Of the way from the random player to the best one, the mean of the seeds; None: it was not played."""
-        return (mean(self.last) - self.random) / (self.best - self.random) if self.last else None
+        """Their mean; None: it was not played."""
+        return mean(self.shares) if self.last else None
 
     @property
     def verdict(self):
@@ -257,6 +262,13 @@ def table(probes):
     return "\n".join(lines)
 
 
+def middle_mean(values):
+    """The interquartile mean: of what is left without the lowest and the highest quarter (arXiv 2108.13264)."""
+    values = sorted(values)
+    quarter = len(values) // 4
+    return mean(values[quarter : len(values) - quarter])
+
+
 def draw(probes, path, title):
     """Bars of the share of the way, a dot for each seed."""
     figure = Figure(figsize=(9, 1.2 + 0.3 * len(probes)), layout="constrained")
@@ -265,8 +277,7 @@ def draw(probes, path, title):
     for k, probe in enumerate(probes):
         share = probe.share or 0.0
         axis.barh(k, share, color=COLORS[2] if share >= LEARNED else COLORS[1], height=0.7)
-        shares = [(score - probe.random) / (probe.best - probe.random) for score in probe.last]
-        axis.plot(shares, [k] * len(shares), ".", color="black", markersize=5)
+        axis.plot(probe.shares, [k] * len(probe.shares), ".", color="black", markersize=5)
     axis.axvline(LEARNED, color="black", linestyle="--", linewidth=1)
     axis.set_yticks(range(len(probes)), [f"{probe.ability}  {probe.name}" for probe in probes], fontsize=8)
     axis.set_ylim(len(probes) - 0.4, -0.6)
@@ -289,7 +300,9 @@ def main(args):
         play(probes, words, args, Path(folder))
     print(f"\n{args.command}, seeds {' '.join(map(str, args.seeds))}\n\n{table(probes)}\n")
     learned = sum(probe.verdict == "learned" for probe in probes)
-    print(f"{learned} of {len(probes)} probes are learned; {time.time() - started:.0f} s")
+    shares = [share for probe in probes for share in probe.shares]
+    middle = f"; interquartile mean of the way {middle_mean(shares):.1%}" if shares else ""
+    print(f"{learned} of {len(probes)} probes are learned{middle}; {time.time() - started:.0f} s")
     if args.json:
         entries = [asdict(probe) | {"share": probe.share, "verdict": probe.verdict} for probe in probes]
         with writing(Path(args.json).parent):
