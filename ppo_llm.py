@@ -156,7 +156,7 @@ class Args(
 
 
 # Flags that may change when a run is resumed, beside those that take less memory
-MAY_CHANGE = ("gradient_checkpointing", "save_optimizer", "save_base", "shard", "vllm_config")
+MAY_CHANGE = ("gradient_checkpointing", "merge_adapters", "save_optimizer", "save_base", "shard", "vllm_config")
 
 
 def resolve_args(args, task=None, model=None, env=None):
@@ -366,6 +366,7 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
         adapters.shard_base(model)
     if args.gradient_checkpointing:
         adapters.checkpoint_gradients(model)
+    model.merges = args.merge_adapters and adapters.can_merge(model, args)
     if args.torch_compiler:
         base.base_model.compile(mode=args.torch_compiler, dynamic=True)
     if args.use_vllm:
@@ -575,7 +576,8 @@ def respond(agents, transcripts, args, generator, greedy=False):
         return
     for agent, own in zip(agents, transcripts):
         size = args.hf_generate_chunk_size or len(own)
-        with causal_lm.autocast(agent.model):  # forward would cast the weights for each token; here once
+        # forward would cast the weights for each token; here once
+        with causal_lm.autocast(agent.model), adapters.merged(agent.model, agent.actor):
             for start in range(0, len(own), size):
                 sample_tokens(agent, own[start : start + size], args, generator, greedy)
 
@@ -728,13 +730,15 @@ def compute_logprobs(policy, rollout, args):
         log_pi = forward_policy(policy, part, args)
         return take_logprobs(log_pi, part.response_ids)
 
-    return rollout.map(compute, forward_size(args))
+    with adapters.merged(policy.model, policy):
+        return rollout.map(compute, forward_size(args))
 
 
 @torch.no_grad()
 def compute_values(agent, rollout, args):
     """V before each of the L tokens after a prompt, then V after the last: [B, L + 1]."""
-    return rollout.map(lambda part: critic_values(agent, part, args), forward_size(args))
+    with adapters.merged(agent.model, agent.critic):
+        return rollout.map(lambda part: critic_values(agent, part, args), forward_size(args))
 
 
 def samples_exactly(agent, args):

@@ -3,6 +3,7 @@
     python -m benchmark.random_lm small
     python -m benchmark.speed small
     python -m benchmark.speed small --script ppo_llm --agents 1
+    python -m benchmark.speed small --script ppo_llm --agents 2 --no-merge-adapters
 
 Agents that start from a model's folder answer prompts and learn from them in one pass, a few times over; ppo_llm's
 adapters are of rank 8 on the attention's four projections. Prints one JSON line: joint samples and new tokens per
@@ -54,6 +55,7 @@ def train(flags, output_dir):
             lora_rank=8,
             lora_alpha=16.0,
             lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"),
+            merge_adapters=flags.merge_adapters,
             mixed_precision=flags.mixed_precision,
             output_dir=output_dir,
         )
@@ -107,6 +109,7 @@ def main():
     parser.add_argument("--agents", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=16, help="ppo_llm's episodes in an optimiser step")
     parser.add_argument("--micro-batch-size", type=int, help="ppo_llm's episodes in a forward pass")
+    parser.add_argument("--no-merge-adapters", dest="merge_adapters", action="store_false", help="in ppo_llm")
     parser.add_argument("--critic", choices=["separate", "head"], default="separate", help="of ippo_llm's agents")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no")
     flags = parser.parse_args()
@@ -128,6 +131,8 @@ def main():
     result = {name: getattr(flags, name) for name in ("script", "agents", "prompts", "new_tokens", "mixed_precision")}
     if flags.script == "ippo_llm":
         result["critic"] = flags.critic
+    else:
+        result["merge_adapters"] = flags.merge_adapters
     result |= {
         "joint_samples_per_second": round(statistics.median(samples_per_second), 1),
         "joint_new_tokens_per_second": round(statistics.median(new_tokens_per_second), 1),

@@ -13,6 +13,7 @@ folder has, for each agent,
 A run starts from such a folder, or from a plain peft folder: adapter_config.json and adapter_model.safetensors.
 """
 
+import collections
 import contextlib
 import copy
 import json
@@ -21,6 +22,8 @@ from pathlib import Path
 
 import peft
 import torch
+from peft.tuners import lora
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -45,6 +48,7 @@ from utils.distributed import is_main
 from utils.lora import rank_of, read_config, scaling_of, targeted
 
 WEIGHTS = "adapter_model.safetensors"
+MERGEABLE = (lora.Linear, lora.Embedding)  # layers of peft that merge to the sum of what they add
 ROLES = ("actor", "critic", "reference")
 MAGNITUDE = ".lora_magnitude_vector"  # how a tensor's name ends that DoRA has beside A and B
 
@@ -70,6 +74,11 @@ def add_adapters(base, config, names):
     for name in names:
         for parameter in parameters(model, name):
             parameter.requires_grad_(name in fresh)
+    model.merges = False
+    model.switches = [
+        module for module in model.modules() if isinstance(module, (lora.LoraLayer, AuxiliaryTrainingWrapper))
+    ]
+    model.learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model.train(mode)  # new layers come in training mode
 
 
@@ -98,30 +107,76 @@ class Adapter(str):
 def active(model, name):
     """Within it the base has the adapter of that name (none, or an empty name: no adapter).
 
-    peft lets only the adapter that is on learn. Here all that learned before still does, so that losses of several
-    adapters can be added up and differentiated together.
+    peft's set_adapter walks through the whole model, and lets only the adapter that is on learn. Here all learn that
+    did before, so that losses of several adapters can be added up and differentiated together.
     """
-    if name and model.active_adapter == name:
-        yield
-        return
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if name:
-        model.set_adapter(name)
-        let_learn(model, learning)
-        yield
-    else:
+    if not name:
         with model.disable_adapter():
             yield
-        let_learn(model, learning)
+        let_learn(model)
+        return
+    if model.active_adapter != name:
+        for module in model.switches:
+            has_it = isinstance(module, lora.LoraLayer) or name in module._adapters
+            module.set_adapter([name] if has_it else [])
+        model.active_adapter = model.base_model.active_adapter = name
+        let_learn(model)
+    yield
 
 
-def let_learn(model, learning):
-    """Let these parameters learn, but not a reference that is on, which peft lets learn too."""
-    for parameter in learning:
+def let_learn(model):
+    """Let the parameters learn that did when the adapters were added, and a reference that is on not."""
+    for parameter in model.learning:
         parameter.requires_grad_(True)
     if model.active_adapter.endswith("_reference"):
         for parameter in parameters(model, model.active_adapter):
             parameter.requires_grad_(False)
+
+
+def can_merge(model, args):
+    """Whether W + BA, computed once, serves for passes without gradients: in full precision, on whole plain layers.
+
+    Rounded to bfloat16 it would lose what is small in BA. A weight that another layer has too can't be changed.
+    """
+    if model.dtype != torch.float32 or args.mixed_precision != "no" or args.shard or args.torch_compiler:
+        return False
+    if getattr(model.config, "quantization_config", None):
+        return False
+    parameters = [x for _, x in model.named_parameters(remove_duplicate=False)]
+    owners = collections.Counter(map(id, parameters))
+    for layer in lora_layers(model):
+        plain_layer = isinstance(layer, MERGEABLE) and not layer.lora_variant  # DoRA is one
+        if not plain_layer or owners[id(layer.get_base_layer().weight)] > 1:
+            return False
+    return True
+
+
+def lora_layers(model):
+    return [module for module in model.modules() if isinstance(module, lora.LoraLayer)]
+
+
+@contextlib.contextmanager
+def merged(model, name):
+    """Within it the adapter of that name is in the base's weights, where `can_merge` allows: passes take less time.
+
+    It serves passes without gradients, of this adapter alone. The layers that have adapters are in memory twice. Then
+    the base has the tensors that it had.
+    """
+    layers = lora_layers(model) if name and model.merges else []
+    kept = []
+    with active(model, name):
+        try:
+            for layer in layers:
+                for parameter in layer.get_base_layer().parameters():
+                    kept.append((parameter, parameter.data))
+                    parameter.data = parameter.data.clone()
+                layer.merge(adapter_names=[name])
+            yield
+        finally:
+            for parameter, data in kept:
+                parameter.data = data
+            for layer in layers:
+                layer.merged_adapters.clear()
 
 
 def forward(model, name, **inputs):

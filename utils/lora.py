@@ -52,6 +52,8 @@ class LoraArgs:
     lora_target_modules: tuple[str, ...] = ()  # linear layers that get an adapter, by name; none: all but the output's
     # a peft.LoraConfig in place of the four flags above: a JSON file of its fields, or JSON
     lora_config: Annotated[str | None, pydantic.BeforeValidator(as_text)] = None
+    # in float32, passes without gradients read W + BA, computed once; takes a copy of the layers with adapters
+    merge_adapters: bool = True
 
 
 @pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))

@@ -35,11 +35,14 @@ class Rows:
                 selected[name] = x[rows][..., :width] if x.dim() == self.logprobs.dim() else x[rows]
         return replace(self, **selected)
 
+    def by_length(self):
+        """The numbers of the rows, the shortest first: rows of like length have little padding."""
+        return self.attention_mask.flatten(1).sum(1).argsort(stable=True)
+
     def split(self, size):
-        """The episodes in their order, so many at a time."""
-        rows = torch.arange(len(self.logprobs), device=self.logprobs.device)
-        for part in rows.split(size):
-            yield self.select(part)
+        """The episodes, so many at a time, by length."""
+        for rows in self.by_length().split(size):
+            yield self.select(rows)
 
     def map(self, function, size):
         """function(part) of so many episodes at a time, [b, ..., l], as one tensor [B, ..., L].
@@ -50,7 +53,7 @@ class Rows:
         for part in self.split(size):
             missing = self.logprobs.shape[-1] - part.logprobs.shape[-1]
             outputs.append(pad(function(part), (0, missing)))
-        return torch.cat(outputs)
+        return torch.cat(outputs)[self.by_length().argsort()]
 
     def write_responses(self, response_ids, logprobs):
         """Write B lists of sampled ids, and of their log-probabilities, into rows of prompts alone, [B, 1, *]."""
