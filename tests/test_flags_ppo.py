@@ -258,6 +258,11 @@ TABLE = {
         {"lora_rank": 16, "lora_alpha": 32.0},
         becomes(lambda seen: projection(seen).use_dora["agent_0_actor"], True),
     ),
+    "merge_adapters": (
+        False,
+        {},
+        both(becomes(lambda seen: seen.agents[0].model.merges, False), same_but_for_rounding),
+    ),
     "use_separate_reference_adapter": (  # the base, from which the stage is far
         False,
         STAGED,

@@ -3,8 +3,8 @@
     python -m utils.probe --command "python ppo_llm.py" --quick
     python -m utils.probe --command "python mine.py --gae-lambda 1" --seeds 1 2 3 --picture probes.png
 
-A game takes a few thousand episodes of an untrained model of 0.1 million parameters that knows eight letters, so that
-it says any of them from the start. utils/tasks/probe.py and utils/envs/probe.py have the games, and the exact scores of
+A game takes --episodes of an untrained model of 0.1 million parameters that knows eight letters, so that it
+says any of them from the start. utils/tasks/probe.py and utils/envs/probe.py have the games, and the exact scores of
 a player of uniformly random letters and of the best one; a game is played by those scripts that have a --task, or an
 --env, that it takes. The score is the mean reward of the last tenth of updates, as sampled; of `critic`, what share of
 the reward's variance the values explain, or what is left of the policy's entropy, whichever is less. The share of the
@@ -54,7 +54,7 @@ class ProbeArgs:
 
     command: str = ""  # required: a script and its flags but for task, team, model, seed and folder
     quick: bool = False  # one size of each game; else every size
-    episodes: PositiveInt | None = None  # of each game; none: 3200 with --quick, else 6400
+    episodes: PositiveInt = 3200  # of each game
     probes: tuple[str, ...] = ()  # games, such as first, or first-4 of one size; none: all
     seeds: tuple[int, ...] = (1,)  # values of --seed
     workers: PositiveInt = 2  # runs at a time, of one thread each
@@ -231,11 +231,10 @@ def play(probes, words, args, folder):
     if not model.exists():
         with writing(folder):
             make_model(model)
-    episodes = str(args.episodes or (3200 if args.quick else 6400))
     jobs = {}
     for probe in probes:
         for seed in args.seeds:
-            own = ["--model", str(model), "--max-steps", episodes, "--seed", str(seed)]
+            own = ["--model", str(model), "--max-steps", str(args.episodes), "--seed", str(seed)]
             jobs[probe.name, seed] = benchmark.Job(f"{probe.name}__{seed}", [*words, *probe.words, *own])
     benchmark.run_jobs(list(jobs.values()), folder, args.workers)
     records = benchmark.manifest(folder)
@@ -271,7 +270,7 @@ def middle_mean(values):
 
 def draw(probes, path, title):
     """Bars of the share of the way, a dot for each seed."""
-    figure = Figure(figsize=(9, 1.2 + 0.3 * len(probes)), layout="constrained")
+    figure = Figure(figsize=(11, 1.2 + 0.3 * len(probes)), layout="constrained")
     axis = figure.subplots()
     axis.set_title(title, loc="left", fontsize=10, parse_math=False)
     for k, probe in enumerate(probes):
@@ -281,8 +280,8 @@ def draw(probes, path, title):
     axis.axvline(LEARNED, color="black", linestyle="--", linewidth=1)
     axis.set_yticks(range(len(probes)), [f"{probe.ability}  {probe.name}" for probe in probes], fontsize=8)
     axis.set_ylim(len(probes) - 0.4, -0.6)
-    axis.set_xlim(-0.25, 1.05)
-    axis.set_xlabel("share of the way from a random player (0) to the best (1)", fontsize=9)
+    axis.set_xlim(-0.25, 1.1)
+    axis.set_xlabel("share of the way from random (0) to best (1)", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
     with writing(Path(path).parent):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
