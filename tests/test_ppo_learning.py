@@ -230,7 +230,7 @@ def test_the_adapter_that_is_on_is_what_the_base_computes(make):
 
 @pytest.mark.parametrize("function", ["respond", "compute_logprobs", "compute_values"])
 def test_dropout_is_off_outside_learning(tmp_path, monkeypatch, function):
-    assert modes_of_dropout(tmp_path, monkeypatch)[function] == {False}
+    assert modes_of_dropout(tmp_path, monkeypatch, merge_adapters=False)[function] == {False}
 
 
 @pytest.mark.parametrize("function", ["ppo_loss", "value_loss"])
@@ -238,7 +238,7 @@ def test_dropout_is_on_while_learning(tmp_path, monkeypatch, function):
     assert modes_of_dropout(tmp_path, monkeypatch)[function] == {True}
 
 
-def modes_of_dropout(tmp_path, monkeypatch):
+def modes_of_dropout(tmp_path, monkeypatch, **flags):
     """Whether LoRA's dropout was on in the forward passes of a run, by the function that made them."""
     monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
     watched = watch_passes(monkeypatch)
@@ -255,7 +255,9 @@ def modes_of_dropout(tmp_path, monkeypatch):
         return agents
 
     monkeypatch.setattr(ppo_llm, "build_agents", build_and_watch)
-    args = make_ppo_args(tmp_path, lora_dropout=0.3, use_separate_reference_adapter=True, evaluation_interval=1)
+    args = make_ppo_args(
+        tmp_path, lora_dropout=0.3, use_separate_reference_adapter=True, evaluation_interval=1, **flags
+    )
     ppo_llm.main(args)
     return modes
 
