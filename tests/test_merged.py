@@ -96,7 +96,7 @@ def test_where_a_sum_is_not_right_adapters_stay_apart(base, tokenizer, case):
 
 
 @pytest.mark.usefixtures("in_tmp_path")
-def test_a_run_merges_where_there_is_no_gradient_and_leaves_the_base_as_it_was(base, tokenizer, monkeypatch, tmp_path):
+def test_a_run_merges_where_there_is_no_gradient_and_leaves_the_base_as_it_was(tokenizer, monkeypatch, tmp_path):
     seen = []
     forward = adapters.forward
 
@@ -113,8 +113,8 @@ def test_a_run_merges_where_there_is_no_gradient_and_leaves_the_base_as_it_was(b
     fresh = tiny_base(vocab_size=len(tokenizer))
     state = agents[0].model.get_base_model().state_dict()
     for name, x in fresh.state_dict().items():
-        there = state[name] if name in state else state[name.replace("_proj.", "_proj.base_layer.")]
-        assert torch.equal(there, x), name
+        weight = state[name] if name in state else state[name.replace("_proj.", "_proj.base_layer.")]
+        assert torch.equal(weight, x), name
 
 
 # --- Rows of like length ----------------------------------------------------------------------------------------------

@@ -74,10 +74,9 @@ def add_adapters(base, config, names):
     for name in names:
         for parameter in parameters(model, name):
             parameter.requires_grad_(name in fresh)
-    model.merges = False
-    model.switches = [
-        module for module in model.modules() if isinstance(module, (lora.LoraLayer, AuxiliaryTrainingWrapper))
-    ]
+    model.merges = False  # build_agents decides it
+    switches = (lora.LoraLayer, AuxiliaryTrainingWrapper)
+    model.switches = [module for module in model.modules() if isinstance(module, switches)]
     model.learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model.train(mode)  # new layers come in training mode
 
@@ -152,7 +151,7 @@ def can_merge(model, args):
 
 
 def lora_layers(model):
-    return [module for module in model.modules() if isinstance(module, lora.LoraLayer)]
+    return [module for module in model.switches if isinstance(module, lora.LoraLayer)]
 
 
 @contextlib.contextmanager
