@@ -807,7 +807,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             "sample": ("per_device_train_batch_size", size),
             "learn": ("micro_batch_size", args.mini_batch_size),
         },
-        optimum=tasks.optimum(task, args.num_agents, args.num_turns),
+        optimum=tasks.optimum(task, train_items, args.num_agents, args.num_turns),
     )
 
     set_seed(args.seed)

@@ -1064,9 +1064,9 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     if args.task:
         task = tasks.load_task(task or args.task, args.num_agents, args.max_turns)
-        optimum = tasks.optimum(task, args.num_agents, args.max_turns)
         readers = tasks.readers(args, "max_output_tokens", model, tokenizer, quantized=True)
         train_items, held_out_items = tasks.load_data(task, args, readers, size, **rows, most="eval_loop")
+        optimum = tasks.optimum(task, train_items, args.num_agents, args.max_turns)
     else:
         task, optimum = envs.load_env(env or args.env or sys.modules[__name__], args.max_turns)
         train_items, held_out_items = envs.game_seeds(args, size, args.eval_loop or 256, **rows)

@@ -12,6 +12,8 @@ from transformers import AutoTokenizer
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import ppo_llm
 from utils.checkpoint import check_whole, checkpoints
 from utils.models import locate
@@ -24,12 +26,21 @@ TEAM = SMALL | {"mini_batch_size": 4, "max_new_tokens": 3, "eval_interval": 0}
 ADAPTERS = SMALL | {"batch_size": 4, "update_epochs": 1, "max_output_tokens": 3, "evaluation_interval": 0}
 ADAPTERS |= {"lora_rank": 4, "lora_alpha": 8.0}
 IN_ENV = {"num_agents": 1, "env": "made_up:Env", "max_turns": 2}  # other flags of ppo, to play in an environment
-SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "ppo": ppo_llm}
-FLAGS = {"ippo": TEAM, "iac": TEAM, "ppo": ADAPTERS}
-LOSSES = {"ippo": "ippo_loss", "iac": "iac_loss", "ppo": "ppo_loss"}  # what a mini-batch begins with
+GROUPS = TEAM | {"num_generations": 4, "train_size": 3}
+SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
+FLAGS = {"ippo": TEAM, "iac": TEAM, "maac": TEAM, "magrpo": GROUPS, "ppo": ADAPTERS}
+LOSSES = {  # what a mini-batch begins with
+    "ippo": "ippo_loss",
+    "iac": "iac_loss",
+    "maac": "policy_loss",
+    "magrpo": "magrpo_loss",
+    "ppo": "ppo_loss",
+}
 
 # In short, iac is left to the slow tests: it has most of its functions from ippo, to the letter.
-every_script = pytest.mark.parametrize("script", ["ippo", pytest.param("iac", marks=pytest.mark.slow), "ppo"])
+every_script = pytest.mark.parametrize(
+    "script", ["ippo", pytest.param("iac", marks=pytest.mark.slow), "maac", "magrpo", "ppo"]
+)
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ parameters is
 A_t from generalised advantage estimation, for lambda 1 and any values V(h_t), which do not know a_t; and for any lambda
 (IAC's is 0) and the true values V(h_t) = E[ rewards from t on | h_t ], means over the future and over what the other
 agent has said and will say, of which an agent knows no more than the state that it led to.
+maac_llm's one critic has V and Q of the state, which is all that is read here, and all that the future depends on.
+magrpo_llm has no values: it compares the joint samples of a tree, with the mean of the others (rloo), with nothing
+(raw), or with the mean of all, which makes the gradient (K - 1) / K as long.
 A loss divides the sum over an episode by its number of actions or of tokens, which is the same for all episodes here.
 
 `main` of each script does one update with its own sampling, rewards, masks, advantages, mini-batches and losses. Only
@@ -36,6 +39,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import ppo_llm
 from utils import adapters
 
@@ -55,8 +60,10 @@ NUM_STATES = 5
 GAME_SEED = 6  # of a game with strong gradients: weak ones take more episodes to be seen
 SAMPLING_SEED = 1
 EPISODES = 8192
+PATHS = 16384  # episodes of magrpo_llm, which share their first turns
 MINI_BATCH = 128  # episodes; gradients of mini-batches tell the standard error of their mean
 LEAST_COSINE = 0.99
+GENERATIONS = 2  # of magrpo_llm's trees
 
 
 # --- The game ---------------------------------------------------------------------------------------------------------
@@ -252,6 +259,17 @@ def values_of_tokens(probabilities, rewards):
     return torch.cat([shares.sum(-1, keepdim=True), after], -1).float()
 
 
+def joint_values(firsts, seconds, game):
+    """Of each turn's states V [S] and Q [S, 256, 256]; what agents do in the second does not depend on the first."""
+    Q = expected_rewards(seconds, game)
+    tables = [(torch.einsum("ia,ib,iab->i", *firsts, Q), Q)]
+    if seconds is not None:
+        policies = [second[0, 0] for second in seconds]
+        Q = game.rewards[SECOND_STATES]
+        tables.append((torch.einsum("sx,sy,sxy->s", *policies, Q), Q))
+    return tables
+
+
 def arbitrary_values():
     """V(h) without any sense, in the shapes of true_values."""
     generator = torch.Generator().manual_seed(GAME_SEED)
@@ -261,7 +279,7 @@ def arbitrary_values():
 
 
 def enumerate_game(agents, game, num_turns, whole_transcript):
-    """Of each agent the exact gradient [P] of J, and its true values."""
+    """Of each agent the exact gradient [P] of J, and its true values; last the true values of the team."""
     copies = [exact_copy(agent) for agent in agents]
     firsts = [first_policy(agent, i, game) for i, agent in enumerate(copies)]
     seconds = None
@@ -272,15 +290,18 @@ def enumerate_game(agents, game, num_turns, whole_transcript):
     for agent in copies:
         gradients.append(flatten(torch.autograd.grad(J, parameters(agent), retain_graph=True)))
     with torch.no_grad():
-        return gradients, [true_values(firsts, seconds, game, i) for i in range(NUM_AGENTS)]
+        values = [true_values(firsts, seconds, game, i) for i in range(NUM_AGENTS)]
+        return gradients, [*values, joint_values(firsts, seconds, game)]
 
 
 # --- What is sampled: by the scripts ----------------------------------------------------------------------------------
 
-ONLY_POLICY = {"kl_coef": 0.0, "value_loss_coef": 0.0, "reward_normalization": False, "advantage_normalization": False}
+PLAIN = {"kl_coef": 0.0, "advantage_normalization": False}
 FLAGS = {
-    ippo_llm: ONLY_POLICY,
-    iac_llm: ONLY_POLICY,
+    ippo_llm: PLAIN | {"value_loss_coef": 0.0, "reward_normalization": False},
+    iac_llm: PLAIN | {"value_loss_coef": 0.0, "reward_normalization": False},
+    maac_llm: PLAIN | {"reward_normalization": False},
+    magrpo_llm: PLAIN | {"num_generations": GENERATIONS},
     ppo_llm: {"beta": 0.0, "adv_whitening": False, "update_epochs": 1, "lora_rank": 2, "lora_alpha": 2.0},
 }
 
@@ -288,11 +309,14 @@ FLAGS = {
 def make_args(script, num_turns, folder, **flags):
     """Args of one update, without evaluations."""
     flags = FLAGS[script] | flags | {"num_agents": NUM_AGENTS, "output_dir": str(folder), "seed": SAMPLING_SEED}
-    flags |= {"num_train_epochs": 1, "train_size": EPISODES, "rollout_buffer_size": EPISODES}
+    episodes = PATHS if script is magrpo_llm else EPISODES
+    flags |= {"num_train_epochs": 1, "train_size": episodes, "rollout_buffer_size": episodes}
     if script is ppo_llm:
         flags |= {"max_turns": num_turns, "max_output_tokens": LENGTH, "batch_size": MINI_BATCH}
         return script.Args(**flags, evaluation_interval=0)
     flags |= {"num_turns": num_turns, "max_new_tokens": LENGTH, "mini_batch_size": MINI_BATCH}
+    if script is magrpo_llm:
+        flags["train_size"] = PATHS // GENERATIONS**num_turns
     return script.Args(**flags, eval_interval=0)
 
 
@@ -316,8 +340,9 @@ class Team:
 
     def record(self, agent):
         """Note an agent's gradient, in place of a step of its optimisers; returns the metrics of a step."""
-        gradient = [parameter.grad for parameter in parameters(agent)]
-        self.gradients[self.agents.index(agent)].append(flatten(gradient))
+        if agent in self.agents:  # and not their critic
+            gradient = [parameter.grad for parameter in parameters(agent)]
+            self.gradients[self.agents.index(agent)].append(flatten(gradient))
         for optimizer in agent.optimizers:
             optimizer.zero_grad()
         return {"grad_norm": torch.tensor(0.0), "skipped": torch.tensor(0.0)}
@@ -370,13 +395,14 @@ def learn(script, num_turns, values, folder, change=None, whole_transcript=None,
 
     def build_team(*arguments):
         torch.manual_seed(GAME_SEED)
-        agents = build_agents(*arguments)
+        learners = build_agents(*arguments)
+        agents = learners[:NUM_AGENTS]
         perturb(agents)
         key = (script, num_turns, whole_transcript)
         if key not in EXACT:
             EXACT[key] = enumerate_game(agents, game, num_turns, whole_transcript)
         teams.append(Team(agents, *EXACT[key]))
-        return agents
+        return learners
 
     def play_once(*arguments):
         if (script, num_turns) not in ROLLOUTS:
@@ -392,11 +418,20 @@ def learn(script, num_turns, values, folder, change=None, whole_transcript=None,
         history_values = look_up(tables, game, unchanged.prompts, responses, i)
         return in_transcripts(history_values, unchanged) if script is ppo_llm else history_values
 
+    def compute_joint_values(critic, read, args):
+        rollouts = ROLLOUTS[script, num_turns]
+        return look_up_jointly(teams[0].true_values[-1], game, rollouts, args.critic_type)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "Run", NoRun)
         patch.setattr(script, "build_agents", build_team)
         patch.setattr(script, "play", play_once)
-        patch.setattr(script, "compute_values", compute_values)
+        if script is maac_llm:
+            patch.setattr(script, "compute_values", compute_joint_values)
+        elif script is magrpo_llm:  # samples of one tree depend on one another, those of different mini-batches do not
+            patch.setattr(torch, "randperm", lambda size, **_: torch.arange(size))
+        else:
+            patch.setattr(script, "compute_values", compute_values)
         patch.setattr(script, "optimizer_step", lambda agent, args: teams[0].record(agent))
         args = make_args(script, num_turns, folder, **flags)
         script.main(args, task=game, model=build_model(), tokenizer=build_tokenizer())
@@ -414,6 +449,20 @@ def look_up(tables, game, prompts, responses, i):
     history_values = torch.stack(rows, 1)  # [B, T, 17]
     after = history_values.gather(-1, 1 + responses[..., :1])
     return torch.cat([history_values[..., :1], after], -1)
+
+
+def look_up_jointly(tables, game, rollouts, critic_type):
+    """V of the states that were read, [B, T, 1], and, of critic_type q, after them Q of the joint responses."""
+    state_values = []
+    action_values = []
+    for t, (V, Q) in enumerate(tables):
+        states = torch.tensor([game.state_of(prompts[t], 0) for prompts in rollouts[0].prompts])
+        states -= (FIRST_STATES, SECOND_STATES)[t][0]
+        rows = [NUM_TOKENS * rollout.response_ids[:, t, 0] + rollout.response_ids[:, t, 1] for rollout in rollouts]
+        state_values.append(V[states])
+        action_values.append(Q[states, rows[0], rows[1]])
+    values = state_values + action_values if critic_type == "q" else state_values
+    return torch.stack(values, 1)[..., None].float()
 
 
 def responses_of_ppo(rollout):
@@ -484,7 +533,7 @@ def compare_agents(team, divisor):
     """A comparison for each agent; a loss divides the sum over an episode by `divisor`, and descends."""
     comparisons = []
     for gradients, exact in zip(team.gradients, team.exact_gradients):
-        assert len(gradients) == EPISODES // MINI_BATCH
+        assert len(gradients) in (EPISODES // MINI_BATCH, PATHS // MINI_BATCH)
         comparisons.append(compare(gradients, -exact / divisor))
     return comparisons
 
@@ -514,6 +563,22 @@ def test_ippo_follows_the_exact_gradient(num_turns, granularity, gae_lambda, val
 def test_iac_with_true_values_follows_the_exact_gradient(num_turns, granularity, tmp_path):
     team = learn(iac_llm, num_turns, "true", tmp_path, action_granularity=granularity)
     for comparison in compare_agents(team, actions(num_turns, granularity)):
+        assert comparison.equal, comparison
+
+
+@pytest.mark.parametrize("critic_type", ["v", "q"])
+@TURNS
+def test_maac_with_true_values_follows_the_exact_gradient(num_turns, critic_type, tmp_path):
+    team = learn(maac_llm, num_turns, "true", tmp_path, critic_type=critic_type)
+    for comparison in compare_agents(team, num_turns):
+        assert comparison.equal, comparison
+
+
+@pytest.mark.parametrize("mode, length", [("rloo", 1.0), ("raw", 1.0), ("mean", 1 - 1 / GENERATIONS)])
+@TURNS
+def test_magrpo_follows_the_exact_gradient(num_turns, mode, length, tmp_path):
+    team = learn(magrpo_llm, num_turns, None, tmp_path, advantage_mode=mode)
+    for comparison in compare_agents(team, num_turns / length):
         assert comparison.equal, comparison
 
 

@@ -115,7 +115,7 @@ def test_a_task_is_a_name_a_file_or_a_module(tmp_path):
     path.write_text("1 / 0")
     with pytest.raises(UserError, match=r"^--task .*mine.py can't be loaded: ZeroDivisionError: division by zero$"):
         load_task(str(path), 2)
-    takes = "--task takes arxiv, code, number, probe, reasoning, tldr or a FILE.py"
+    takes = "--task takes arxiv, build, code, number, probe, reasoning, tldr or a FILE.py"
     with pytest.raises(UserError, match=f"^{takes}, got sandbox$"):
         load_task("sandbox", 2)
     with pytest.raises(UserError, match=f"^{takes}, and there is no file gone.py$"):

@@ -12,7 +12,8 @@ What utils ask of an agent that is a model, here and in utils/run.py:
     value_head    a module
     reference     the initial model; with it a run is not resumed with another one
 
-What agents of adapters have in their place, utils/adapters.py says.
+What agents of adapters have in their place, utils/adapters.py says. A central critic, which is among the agents, has no
+actor, and the folder critic.
 
 <run>/checkpoints/update_<n> is the state of a run after n updates: folders agent_<i> with agents and optimisers,
 state.json with counts and random generators, manifest.json with size and SHA-256 of every other file.
@@ -191,13 +192,12 @@ def save_agents(folder, agents, checkpoint=False):
     their parts; the main one writes.
     """
     for i, agent in enumerate(agents):
-        final = Path(folder) / f"agent_{i}"
+        final = Path(folder) / folder_name(i, agent)
         aside = final.with_name(final.name + ".writing")
         if is_main():
             shutil.rmtree(aside, ignore_errors=True)
-        save_model(agent.actor, aside)
-        if getattr(agent, "critic", None) is not None:
-            save_model(agent.critic, aside / "critic")
+        for name, model in models_of(agent).items():
+            save_model(model, aside / name)
         if checkpoint:
             base = {"fingerprint": fingerprint(agent.reference) if hasattr(agent, "reference") else None}
             for k, optimizer in enumerate(agent.optimizers):
@@ -212,6 +212,21 @@ def save_agents(folder, agents, checkpoint=False):
         put(aside, final)
 
 
+def folder_name(i, agent):
+    """The folder of agent i, or of a central critic."""
+    return f"agent_{i}" if hasattr(agent, "actor") else "critic"
+
+
+def models_of(agent):
+    """The models of an agent, or of a central critic, by their places in its folder."""
+    if not hasattr(agent, "actor"):
+        return {"": agent.critic}
+    models = {"": agent.actor}
+    if getattr(agent, "critic", None) is not None:
+        models["critic"] = agent.critic
+    return models
+
+
 def save_model(model, path):
     """Write a model as a Hugging Face folder."""
     weights = whole_tensors(model.state_dict(keep_vars=True))
@@ -222,13 +237,12 @@ def save_model(model, path):
 def load_agents(folder, agents):
     """Give the agents what save_agents wrote in a checkpoint. Raises UserError where it is of other models."""
     for i, agent in enumerate(agents):
-        path = Path(folder) / f"agent_{i}"
+        path = Path(folder) / folder_name(i, agent)
         here = fingerprint(agent.reference) if hasattr(agent, "reference") else None
         if read_json(path / BASE).get("fingerprint") != here:
             raise UserError(f"the run of {folder} began with another model than agent {i} has here")
-        load_weights(path, agent.actor)
-        if getattr(agent, "critic", None) is not None:
-            load_weights(path / "critic", agent.critic)
+        for name, model in models_of(agent).items():
+            load_weights(path / name, model)
         if hasattr(agent, "value_head"):
             load_head(path / HEAD, agent.value_head)
         for k, optimizer in enumerate(agent.optimizers):

@@ -76,7 +76,7 @@ def update_metrics(batch, losses, steps, with_sampler=False):
     for name in losses[0]:
         metrics[name] = torch.stack([each[name] for each in losses]).sum() / len(steps)
     metrics |= average(steps)
-    if batch.old_values is not None:
+    if getattr(batch, "old_values", None) is not None:
         metrics["explained_variance"] = explained_variance(batch.returns, batch.old_values, batch.action_mask)
     if with_sampler:
         metrics |= sampler_metrics(batch)
@@ -92,6 +92,11 @@ def by_agent(agents):
     for i, each in enumerate(agents):
         metrics |= {f"agent_{i}/{name}": x for name, x in each.items() if name not in OF_TEAM}
     return metrics
+
+
+def by_critic(metrics):
+    """The metrics of a central critic: critic/<name>; what it reads has no response."""
+    return {f"critic/{name}": x for name, x in metrics.items() if name != "response_length"}
 
 
 def average(metrics):

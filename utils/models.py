@@ -4,7 +4,7 @@ import contextlib
 import copy
 from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import huggingface_hub
 import torch
@@ -185,6 +185,19 @@ class CriticArgs:
     value_head_hidden_dim: PositiveInt | None = not_with("use_separate_critic")
 
 
+@flags
+class CentralCriticArgs:
+    """The team's critic, a model of its own."""
+
+    use_separate_critic: ClassVar = True
+    value_head_hidden_dim: ClassVar = None
+    # what the critic starts from, and reads with; none: the model of agent 0
+    critic_model_name_or_path: str | None = None
+    # settings that a critic of that name is loaded with
+    critic_model_config: Settings = needs("critic_model_name_or_path", default=dict)
+    critic_value_head_hidden_dim: PositiveInt | None = None  # hidden units of the critic's head; none: linear
+
+
 def check_models(names_flag, settings_flag, args, model=None, quantized=False):
     """The configuration of each agent's model, of the names and settings in these flags; nothing is loaded.
 
@@ -275,6 +288,22 @@ def check_critics(args, readers):
         if differing:
             of = f"{len(differing)} of the actor's {len(tokenizer)} tokens, such as {one_line(differing[0], 20)!r}"
             raise UserError(f"{flag} {name} has another tokenizer: it reads {of}, as others")
+
+
+def check_critic(args):
+    """Raise UserError for a central critic that is not to be had; nothing but its tokenizer is loaded."""
+    if args.critic_model_name_or_path:
+        check_models("critic_model_name_or_path", "critic_model_config", args)
+        load_critic_tokenizer(None, args)
+
+
+def load_critic_tokenizer(tokenizer, args):
+    """What a central critic reads with: its own, or the `tokenizer` of agent 0. Raises UserError."""
+    name = args.critic_model_name_or_path
+    if not name:
+        return tokenizer
+    flag = flag_name("critic_model_name_or_path")
+    return load_tokenizer(name, flag, args.trust_remote_code, args.critic_model_config)
 
 
 def load_critic(i, reference, args):

@@ -144,7 +144,16 @@ def check_untrained(folder):
 
 def outputs(folder):
     """What an earlier run left in a folder."""
-    names = ["config.json", "metrics.csv", "samples.jsonl", "curves.png", "checkpoints", "agent_[0-9]*", "base"]
+    names = [
+        "config.json",
+        "metrics.csv",
+        "samples.jsonl",
+        "curves.png",
+        "checkpoints",
+        "agent_[0-9]*",
+        "critic",
+        "base",
+    ]
     return [path for name in names for path in folder.glob(name)]
 
 

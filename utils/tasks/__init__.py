@@ -18,7 +18,8 @@ A task is a module (or any object) with
         of these that it names: `prompt` (the item's), N completions, N lists of an agent's prompts so far (as the task
         gave them) and of its responses, `item`, and `turn` (from 0, the one just played)
     optional: reward_processor(float) -> float; metrics_callback(rollouts) -> {name: float};
-        optimum(num_agents, num_turns) -> float, the expected reward of an episode at best;
+        optimum(num_agents, num_turns, items) -> float, the expected reward of an episode at best, with those of these
+        arguments that it names;
         check(num_agents, num_turns), which raises ValueError for a team that it can't serve;
         and for --dataset: item_of(row) -> item, columns (names that a row must have), or, for a name that is no
         dataset of rows, named_dataset(name, size, seed, split) -> datasets.Dataset
@@ -38,13 +39,14 @@ from pydantic import PositiveFloat, PositiveInt
 from utils.cli import TaskError, UserError, flag_name, flags, one_line
 from utils.distributed import say
 from utils.tasks import questions
-from utils.tasks.episodes import Episodes, formatters_of
-from utils.tasks.lengths import fit_prompts, prompt_limit, readers, take
+from utils.tasks.episodes import Episodes, call, formatters_of
+from utils.tasks.lengths import encode_texts, fit_prompts, prompt_limit, readers, take
 
 __all__ = [
     "Episodes",
     "TaskArgs",
     "batches",
+    "encode_texts",
     "extra_metrics",
     "load_data",
     "load_items",
@@ -53,7 +55,7 @@ __all__ = [
     "prompt_limit",
     "readers",
 ]
-BUILT_IN = ("arxiv", "code", "number", "probe", "reasoning", "tldr")
+BUILT_IN = ("arxiv", "build", "code", "number", "probe", "reasoning", "tldr")
 NEEDED = ("formatters", "reward_func")
 DATA = ("train_dataset", "eval_dataset", "named_dataset", "item_of")
 OPTIONAL = (*DATA, "external_transition", "reward_processor", "metrics_callback", "optimum", "check")
@@ -69,7 +71,7 @@ FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 class TaskArgs:
     """The task and its items."""
 
-    task: str | None = None  # arxiv, code, number, probe, reasoning, tldr, or your FILE.py; none: the script's own
+    task: str | None = None  # arxiv, build, code, number, probe, reasoning, tldr or your FILE.py; none: the default
     dataset: str | None = None  # data in place of the task's own: a hub dataset's name, a folder, or a .jsonl file
     train_size: PositiveInt | None = None  # items to train on; none: all of --dataset, or 1536 of a task's own
     eval_size: PositiveInt = 64  # held-out items
@@ -176,9 +178,11 @@ def extra_metrics(task, rollouts):
         raise TaskError(f"metrics_callback raised {type(error).__name__}: {error}") from error
 
 
-def optimum(task, num_agents, num_turns):
-    """The expected reward of an episode at best, or None where the task does not say."""
-    return task.optimum(num_agents, num_turns) if hasattr(task, "optimum") else None
+def optimum(task, items, num_agents, num_turns):
+    """The expected reward of an episode of these items at best, or None where the task does not say."""
+    if not hasattr(task, "optimum"):
+        return None
+    return call(task.optimum, num_agents=num_agents, num_turns=num_turns, items=items)
 
 
 # --- Its items --------------------------------------------------------------------------------------------------------

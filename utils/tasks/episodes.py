@@ -45,6 +45,13 @@ class Episodes:
                     prompt = call(formatter, item, agent=agent, num_agents=num_agents)
                 self.prompt_history[k][agent].append(prompt)
 
+    def fork(self, k, other):
+        """Let episode `other` have been played as episode k; returns its number."""
+        if other != k:
+            self.prompt_history[other] = [list(prompts) for prompts in self.prompt_history[k]]
+            self.response_history[other] = [list(responses) for responses in self.response_history[k]]
+        return other
+
     def prompts(self, agent, running, tokenizer):
         """What an agent reads in the running episodes: strings, special tokens included. Raises TaskError."""
         texts = []

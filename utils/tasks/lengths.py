@@ -1,5 +1,6 @@
 """Prompts that are too long for a model: their items are left out before training, or they lose tokens on the left."""
 
+import warnings
 from dataclasses import dataclass
 
 import datasets
@@ -65,6 +66,18 @@ def prompt_limit(config, args, new_tokens):
         tokens = room - length
         reason = f"{flag_name(new_tokens)} {length} of {all_positions}"
     return PromptLimit(tokens, reason, args.long_prompts == "truncate")
+
+
+def encode_texts(texts, tokenizer, config):
+    """Token ids of texts that a critic of this configuration is to read: of each a list.
+
+    One with more tokens than it has positions loses those on the left, which is said once.
+    """
+    rows = tokenizer(texts, add_special_tokens=False).input_ids
+    room = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if room and max(map(len, rows)) > room:
+        warnings.warn(f"the critic has {room} positions: of texts with more tokens it reads the last", stacklevel=2)
+    return [truncate(ids, room, tokenizer) for ids in rows]
 
 
 def readers(args, new_tokens, model=None, tokenizer=None, quantized=False):
