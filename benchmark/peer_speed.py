@@ -14,6 +14,7 @@ Prints one JSON line: joint samples and new tokens per second of all that is sam
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 
@@ -124,8 +126,10 @@ def main():
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=16, help="samples at once, of agilerl and trl")
+    parser.add_argument("--flops", action="store_true", help="count the operations of products and attention too")
     flags = parser.parse_args()
     torch.manual_seed(0)
+    counter = FlopCounterMode(display=False)
     try:
         if flags.peer.startswith("comlrl"):
             run, lengths = comlrl(flags.peer.removeprefix("comlrl_"), flags)
@@ -134,10 +138,13 @@ def main():
     except ImportError as error:
         parser.error(f"{sys.executable} has not what {flags.peer} takes: {error}")
     start = time.perf_counter()
-    run()
+    with counter if flags.flops else contextlib.nullcontext():
+        run()
     seconds = time.perf_counter() - start
     result = {"peer": flags.peer, "prompts": flags.prompts, "seconds": round(seconds, 1)}
     result |= {"joint_samples_per_second": round(flags.prompts / seconds, 2)}
+    if flags.flops:
+        result["gflop_per_joint_sample"] = round(counter.get_total_flops() / flags.prompts / 1e9, 2)
     print(json.dumps(result | {"new_tokens_per_second": round(sum(lengths) / seconds, 1)}))
 
 

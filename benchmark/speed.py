@@ -13,6 +13,7 @@ inside a forward pass, a backward pass or an optimiser step.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import tempfile
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 
 import datasets
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 import ippo_llm
@@ -112,6 +114,7 @@ def main():
     parser.add_argument("--no-merge-adapters", dest="merge_adapters", action="store_false", help="in ppo_llm")
     parser.add_argument("--critic", choices=["separate", "head"], default="separate", help="of ippo_llm's agents")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no")
+    parser.add_argument("--flops", action="store_true", help="count the operations of products and attention too")
     flags = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(flags.folder)
@@ -119,9 +122,10 @@ def main():
     for owner, name in ((type(model), "forward"), (type(model.base_model), "forward"), (torch.Tensor, "backward")):
         inside.watch(owner, name)
     inside.watch(torch.optim.AdamW, "step")
+    counter = FlopCounterMode(display=False)
     start = time.process_time()
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, counter if flags.flops else contextlib.nullcontext():
             run = train(flags, folder)
     except UserError as error:
         parser.error(str(error))
@@ -141,6 +145,9 @@ def main():
         "cpu_seconds": round(cpu_seconds, 1),
         "share_outside_model_calls": round(1 - inside.seconds / sum(run.totals.values()), 4),
     }
+    if flags.flops:
+        samples = flags.prompts * flags.iterations
+        result["gflop_per_joint_sample"] = round(counter.get_total_flops() / samples / 1e9, 2)
     print(json.dumps(result))
 
 
