@@ -26,7 +26,7 @@ TEAM = SMALL | {"mini_batch_size": 4, "max_new_tokens": 3, "eval_interval": 0}
 ADAPTERS = SMALL | {"batch_size": 4, "update_epochs": 1, "max_output_tokens": 3, "evaluation_interval": 0}
 ADAPTERS |= {"lora_rank": 4, "lora_alpha": 8.0}
 IN_ENV = {"num_agents": 1, "env": "made_up:Env", "max_turns": 2}  # other flags of ppo, to play in an environment
-GROUPS = TEAM | {"num_generations": 4, "train_size": 3}
+GROUPS = TEAM | {"num_generations": 4, "train_size": 3}  # items, of which each is answered four times
 SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
 FLAGS = {"ippo": TEAM, "iac": TEAM, "maac": TEAM, "magrpo": GROUPS, "ppo": ADAPTERS}
 LOSSES = {  # what a mini-batch begins with
@@ -40,6 +40,10 @@ LOSSES = {  # what a mini-batch begins with
 # In short, iac is left to the slow tests: it has most of its functions from ippo, to the letter.
 every_script = pytest.mark.parametrize(
     "script", ["ippo", pytest.param("iac", marks=pytest.mark.slow), "maac", "magrpo", "ppo"]
+)
+
+most_scripts = pytest.mark.parametrize(  # where a test counts items: magrpo_llm answers each four times
+    "script", ["ippo", pytest.param("iac", marks=pytest.mark.slow), "maac", "ppo"]
 )
 
 
@@ -57,6 +61,8 @@ def train(script, reward_func=None, folder="run", **flags):
     """Agents and Run of a short run on a task, scored by the function, or, with IN_ENV, in an environment."""
     if "resume" not in flags:
         flags["output_dir"] = str(folder)
+    if script == "magrpo" and "train_size" in flags:
+        flags["train_size"] //= GROUPS["num_generations"]  # as many joint samples as of the others
     args = SCRIPTS[script].Args(**(FLAGS[script] | flags))
     task = None if "env" in flags else make_task(reward_func or reward_length)
     return SCRIPTS[script].main(args, task, *small_model())

@@ -17,6 +17,8 @@ from torch import nn
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import ppo_llm
 import utils.run
 from utils.cli import UserError, parse
@@ -45,14 +47,25 @@ PPO = SMALL | {
     "lora_rank": 2,
 }
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
-SCRIPTS = {"ippo": (ippo_llm, TEAM), "iac": (iac_llm, TEAM), "ppo": (ppo_llm, PPO)}
-ONE_OR_ALL = ["ppo", *(pytest.param(script, marks=pytest.mark.slow) for script in ("ippo", "iac"))]
+SCRIPTS = {
+    "ippo": (ippo_llm, TEAM),
+    "iac": (iac_llm, TEAM),
+    "maac": (maac_llm, TEAM),
+    "magrpo": (magrpo_llm, TEAM | {"num_generations": 2}),
+    "ppo": (ppo_llm, PPO),
+}
+ONE_OR_ALL = [
+    "maac",
+    "magrpo",
+    "ppo",
+    *(pytest.param(script, marks=pytest.mark.slow) for script in ("ippo", "iac")),
+]
 
 # So many of these are made, computed or held at once, for as long or as much as the flag says: no number is too large,
 # but large ones take hours, or all memory. They stay at a few.
 SIZES = "train_size eval_size eval_loop num_train_epochs num_agents num_generations num_turns max_turns max_new_tokens "
-SIZES += "max_output_tokens ppo_epochs ac_epochs update_epochs value_head_hidden_dim critic_value_head_hidden_dim "
-SIZES += "lora_rank rollout_buffer_size"
+SIZES += "max_output_tokens ppo_epochs ac_epochs magrpo_epochs update_epochs value_head_hidden_dim "
+SIZES += "critic_value_head_hidden_dim lora_rank rollout_buffer_size"
 
 # No command line can carry a NUL or half a surrogate pair, and a message repeats a value, line ends included.
 TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), max_size=8)
@@ -87,13 +100,15 @@ def values(name, hint):
 
 
 def hints(script):
-    return typing.get_type_hints(SCRIPTS[script][0].Args, include_extras=True)
+    Args = SCRIPTS[script][0].Args
+    of_all = typing.get_type_hints(Args, include_extras=True)
+    return {field.name: of_all[field.name] for field in dataclasses.fields(Args)}
 
 
 def test_every_flag_has_values():
     for script in SCRIPTS:
         names = [field.name for field in dataclasses.fields(SCRIPTS[script][0].Args)]
-        assert [*hints(script)] == names
+        assert names and [*hints(script)] == names
         assert all(isinstance(values(name, hint), st.SearchStrategy) for name, hint in hints(script).items())
 
 
@@ -161,6 +176,18 @@ def test_any_flags_of_ippo_train_or_are_one_line(changed):
 @given(flags("iac"))
 def test_any_flags_of_iac_train_or_are_one_line(changed):
     check_run("iac", changed)
+
+
+@some(15)
+@given(flags("maac"))
+def test_any_flags_of_maac_train_or_are_one_line(changed):
+    check_run("maac", changed)
+
+
+@some(15)
+@given(flags("magrpo"))
+def test_any_flags_of_magrpo_train_or_are_one_line(changed):
+    check_run("magrpo", changed)
 
 
 @some(15)

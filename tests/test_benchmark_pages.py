@@ -106,7 +106,7 @@ def test_every_run_is_of_flags_that_the_script_takes():
 def test_pictures_are_of_groups_that_are_run():
     for groups in driver.PICTURES.values():
         assert set(groups.values()) <= set(driver.RUNS) and len(set(groups.values())) == len(groups)
-    pages = "".join(path.read_text() for path in (ROOT / "benchmark").glob("*.md"))
+    pages = "".join(path.read_text() for path in (ROOT / "benchmark").glob("*.md") if path.stem != "central_critic")
     marks = set(re.findall(r"<!-- (.*?) -->\n", pages)) - {"end", "tables"}
     assert marks <= {
         f"{name}{kind}"

@@ -1,4 +1,4 @@
-"""Every flag of ippo_llm and iac_llm does something: for each another value, and what then changes."""
+"""Every flag of the scripts of teams does something: for each another value, and what then changes."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -9,11 +9,14 @@ from helpers import TINY, all_parameters, make_args
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import utils.run
 from utils.tasks import number
 
 SMALL = {"task": "number", "train_size": 16, "max_new_tokens": 4, "eval_interval": 0}  # two updates
-SCRIPTS = {"ippo_llm": ippo_llm, "iac_llm": iac_llm}
+SCRIPTS = {module.__name__: module for module in (ippo_llm, iac_llm, maac_llm, magrpo_llm)}
+OF_GROUPS = {"num_generations": 2, "train_size": 8}  # two updates of magrpo_llm
 BASELINES = {}
 
 
@@ -82,6 +85,12 @@ def num_agents(result):
 def head_size(result):
     """Hidden units of the first agent's value head."""
     head = result.agents[0].value_head
+    return head[0].out_features if len(head) > 1 else None
+
+
+def team_head_size(result):
+    """Hidden units of the central critic's head."""
+    head = result.agents[-1].value_head
     return head[0].out_features if len(head) > 1 else None
 
 
@@ -167,6 +176,38 @@ TABLE = {  # flag: another value, other flags of both runs, what is to be seen
 OWN = {
     "ippo_llm": {"ppo_epochs": (2, {}, learned), "gae_lambda": (0.1, TOKENS, learned)},
     "iac_llm": {"ac_epochs": (2, {}, learned)},
+    "maac_llm": {
+        "ac_epochs": (2, {}, learned),
+        "critic_type": ("q", {}, learned),
+        "gamma": (0.5, {"num_turns": 2}, learned),
+        "critic_model_config": ({"rope_parameters": ROPE}, {"critic_model_name_or_path": TINY}, learned),
+        "critic_value_head_hidden_dim": (7, {}, becomes(7, team_head_size)),
+        "num_agents": (3, {}, becomes(4, num_agents)),  # with their critic
+    },
+    "magrpo_llm": {
+        "magrpo_epochs": (2, {}, learned),
+        "advantage_mode": ("raw", {}, learned),
+        "advantage_normalization": (True, {}, learned),
+        "gamma": (0.5, {"num_turns": 2, "num_generations": 2}, learned),
+        "num_generations": (4, {}, becomes(4, num_updates)),
+        "train_size": (12, {}, becomes(3, num_updates)),
+        "rollout_buffer_size": (4, {}, becomes(4, num_updates)),
+        "early_termination_threshold": (-1.0, {"num_turns": 3}, becomes(1.0, column("turns"))),
+        "per_device_train_batch_size": (1, {}, becomes(4, lambda result: result.most_rows)),
+        "micro_batch_size": (1, {"per_device_train_batch_size": 1}, becomes(2, lambda result: result.most_rows)),
+    },
+}
+GONE = {  # flags of TABLE that a script does not have
+    "ippo_llm": set(),
+    "iac_llm": set(),
+    "maac_llm": set(
+        "action_granularity use_separate_critic value_head_hidden_dim value_loss_coef value_clip_range".split()
+    ),
+    "magrpo_llm": set(
+        """action_granularity use_separate_critic value_head_hidden_dim value_loss_coef value_clip_range
+        critic_learning_rate critic_model_config critic_model_name_or_path critic_value_head_hidden_dim
+        reward_normalization reward_norm_eps""".split()
+    ),
 }
 ELSEWHERE = {  # and the tests that change them
     "model": "test_agents.py",
@@ -189,13 +230,20 @@ ELSEWHERE = {  # and the tests that change them
 }
 OF_IPPO = [("ippo_llm", flag) for flag in (*TABLE, *OWN["ippo_llm"])]
 OF_IAC = [("iac_llm", flag) for flag in OWN["iac_llm"]]
+OF_OTHERS = []
+for name in ("maac_llm", "magrpo_llm"):
+    OF_OTHERS += [(name, flag) for flag in OWN[name]]
+    rest = [flag for flag in TABLE if flag not in OWN[name].keys() | GONE[name]]
+    OF_OTHERS += [pytest.param(name, flag, marks=pytest.mark.slow) for flag in rest]
 THE_SAME = [pytest.param("iac_llm", flag, marks=pytest.mark.slow) for flag in TABLE]
 
 
-@pytest.mark.parametrize("name, flag", OF_IPPO + OF_IAC + THE_SAME)
+@pytest.mark.parametrize("name, flag", OF_IPPO + OF_IAC + OF_OTHERS + THE_SAME)
 def test_a_flag_changes_what_happens(tmp_path, tmp_path_factory, name, flag):
     script = SCRIPTS[name]
     value, base, changed = (TABLE | OWN[name])[flag]
+    if script is magrpo_llm:
+        base = OF_GROUPS | base
     default = getattr(make_args(script=script, **(SMALL | base)), flag)
     if flag == "action_granularity":
         value = {"token": "turn", "turn": "token"}[default]
@@ -208,7 +256,7 @@ def test_a_flag_changes_what_happens(tmp_path, tmp_path_factory, name, flag):
 def test_the_table_has_every_flag(name):
     flags = {field.name for field in dataclasses.fields(SCRIPTS[name].Args)}
     tracking = {flag for flag in flags if flag.startswith("wandb_")}
-    assert flags == TABLE.keys() | OWN[name].keys() | ELSEWHERE.keys() | tracking
+    assert flags == (TABLE.keys() | OWN[name].keys() | ELSEWHERE.keys() | tracking) - GONE[name]
 
 
 # Of CoMLRL's pages, both lists; `wandb_config` is --track and its like; the rest is given by a task or in Python.
@@ -253,6 +301,6 @@ def test_a_function_of_the_task_changes_what_happens(tmp_path, tmp_path_factory,
     script = SCRIPTS[name]
     names = ("train_dataset", "eval_dataset", "formatters", "reward_func")
     task = SimpleNamespace(**({name: getattr(number, name) for name in names} | {function: other}))
-    base = {"eval_interval": 1, **RAW_ADVANTAGES}
+    base = {"eval_interval": 1, **RAW_ADVANTAGES} | (OF_GROUPS if script is magrpo_llm else {})
     before = baseline(tmp_path_factory, script, base)
     assert changed(before, train(tmp_path / "after", script, task, **base))

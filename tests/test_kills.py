@@ -15,6 +15,7 @@ from processes import COMMANDS, ROOT, SCRIPTS, assert_same, command, finish, sav
 from utils.files import read_rows
 
 SOME = ["ippo critic 2 tldr", "iac head 1 number", "ppo guess", "ppo 2 number"]
+SOME += ["maac 2 number", "magrpo 2 number"]
 CASE = "iac head 1 number"
 
 # --- Killed at random moments -----------------------------------------------------------------------------------------

@@ -7,14 +7,17 @@ from helpers import make_agent, make_args, make_ppo_agents, make_ppo_args, seede
 
 import iac_llm
 import ippo_llm
+import maac_llm
 import ppo_llm
 from utils.cli import UserError
 from utils.same import timeless
 from utils.tasks import fit_prompts, lengths, prompt_limit
 from utils.tasks.lengths import PromptLimit, truncate
 
-SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), ppo_llm])
-TEAM_SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
+SCRIPTS = pytest.mark.parametrize(
+    "script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm, ppo_llm]
+)
+TEAM_SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm])
 SHORT = [{"text": "Guess it. " * (k % 3 + 1)} for k in range(16)]
 LONG = {"text": "Guess it. " * 200}
 

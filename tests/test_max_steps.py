@@ -1,13 +1,14 @@
 """--max-steps ends a run after so many joint samples, and may grow when it is resumed."""
 
 import pytest
-from short_runs import assert_same_run, every_script, train
+from short_runs import assert_same_run, every_script, most_scripts, train
 
 from utils.cli import UserError
 from utils.same import timeless
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
-CONSTANT = {"ippo": {"anneal_lr": False}, "iac": {"anneal_lr": False}, "ppo": {"cosine_lr_schedule": False}}
+CONSTANT = {script: {"anneal_lr": False} for script in ("ippo", "iac", "maac", "magrpo")}
+CONSTANT["ppo"] = {"cosine_lr_schedule": False}
 
 
 @every_script
@@ -65,7 +66,7 @@ def test_it_may_grow_when_a_run_goes_on(script, undisturbed):
         train(script, max_steps=8, resume="run", **CONSTANT[script])
 
 
-@every_script
+@most_scripts
 def test_only_items_that_the_end_of_the_epochs_leaves_out_are_said_to_be(script, capsys):
     train(script, train_size=14)
     assert "the last 2 items of the last epoch are left out" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from short_runs import (
     assert_one_line,
     break_calls,
     every_script,
+    most_scripts,
     make_task,
     reward_length,
     saved_state,
@@ -37,12 +38,9 @@ from utils.run import Run, is_out_of_memory
 
 OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
 OUT_OF_MEMORY += "to allocate 9 bytes. Error code 12 (Cannot allocate memory)"
-LEARN_FLAGS = {"ippo": "micro_batch_size", "iac": "micro_batch_size", "ppo": "micro_batch_size_per_gpu"}
-SAMPLE_FLAGS = {
-    "ippo": "per_device_train_batch_size",
-    "iac": "per_device_train_batch_size",
-    "ppo": "hf_generate_chunk_size",
-}
+OF_MODELS = ("ippo", "iac", "maac", "magrpo")
+LEARN_FLAGS = dict.fromkeys(OF_MODELS, "micro_batch_size") | {"ppo": "micro_batch_size_per_gpu"}
+SAMPLE_FLAGS = dict.fromkeys(OF_MODELS, "per_device_train_batch_size") | {"ppo": "hf_generate_chunk_size"}
 
 in_tmp_path = pytest.mark.usefixtures("in_tmp_path")
 
@@ -156,7 +154,7 @@ PHASES = pytest.mark.parametrize("phase", ["sample", "learn"])
 
 
 @in_tmp_path
-@every_script
+@most_scripts
 @PHASES
 def test_memory_that_runs_out_ends_the_run_with_the_flag_that_takes_less(monkeypatch, script, phase):
     """One agent, in the second of three updates; the command of the line goes on from the first."""
@@ -175,7 +173,8 @@ def test_memory_that_runs_out_ends_the_run_with_the_flag_that_takes_less(monkeyp
     if phase == "learn":
         _, through = train(script, num_agents=1, folder="through")
         for row, expected in zip(resumed.rows[:2], through.rows):
-            for name in ("reward_mean", "agent_0/policy_loss", "agent_0/value_loss", "agent_0/grad_norm"):
+            value_loss = "critic/value_loss" if script == "maac" else "agent_0/value_loss"
+            for name in ("reward_mean", "agent_0/policy_loss", value_loss, "agent_0/grad_norm"):
                 assert row[name] == pytest.approx(expected[name], abs=1e-5)
 
 
@@ -193,7 +192,7 @@ def test_memory_that_runs_out_after_some_agents_have_learned_leaves_what_they_le
 
 
 @in_tmp_path
-@every_script
+@most_scripts
 @PHASES
 def test_where_nothing_is_saved_yet_the_line_names_the_flag_alone(monkeypatch, script, phase):
     with monkeypatch.context() as patch:
@@ -265,7 +264,8 @@ def test_a_checkpoint_in_the_midst_of_an_update_says_so(monkeypatch, script):
 TINY_UPDATES = "--rollout-buffer-size 2 --num-train-epochs 1"
 TEAM = f"{TINY_UPDATES} --task number --mini-batch-size 2 --max-new-tokens 2 --eval-interval 0"
 ADAPTERS = f"{TINY_UPDATES} --batch-size 2 --max-turns 1 --max-output-tokens 2 --lora-rank 4 --evaluation-interval 0"
-LONG_RUNS = {"ippo": TEAM, "iac": TEAM, "ppo": ADAPTERS}
+LONG_RUNS = dict.fromkeys(OF_MODELS, TEAM) | {"ppo": ADAPTERS}
+LONG_RUNS["magrpo"] = f"{TEAM} --num-generations 2"
 
 
 def watch_memory(script, flags, folder):

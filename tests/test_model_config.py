@@ -8,13 +8,16 @@ from helpers import TINY
 
 import iac_llm
 import ippo_llm
+import magrpo_llm
 import ppo_llm
 import utils.run
 from benchmark import architectures
 from utils import models
 from utils.cli import UserError, parse
 
-SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), ppo_llm])
+SCRIPTS = pytest.mark.parametrize(
+    "script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), magrpo_llm, ppo_llm]
+)
 ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 
 

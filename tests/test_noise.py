@@ -27,7 +27,7 @@ def test_a_rollout_in_which_all_earn_the_same_moves_no_actor(script):
     module = SCRIPTS[script]
     shape = {"task": "number", "lora_rank": 4, "lora_alpha": 8.0} if script == "ppo" else {}
     untrained = module.build_agents(module.Args(num_agents=2, **shape), "cpu", 1, *small_model())
-    for agent, other in zip(learned, untrained):
+    for agent, other in zip(learned[:2], untrained):  # not their critic
         if script == "ppo":
             assert not any(x.any() for x in adapter_weights(agent, "lora_B"))
         else:
@@ -41,7 +41,7 @@ def adapter_weights(agent, part):
     return [x for name, x in names if part in name and f".{agent.actor}." in name]
 
 
-@every_script
+@pytest.mark.parametrize("script", ["ippo", pytest.param("iac", marks=pytest.mark.slow), "maac", "ppo"])
 def test_the_deviation_falls_slowly_and_is_restored(script):
     rewards = iter([10.0, 0.001, 0.001])
 
@@ -55,13 +55,15 @@ def test_the_deviation_falls_slowly_and_is_restored(script):
     saved = []
     for step in (1, 2, 3):
         state = json.loads(Path(run.folder, f"checkpoints/update_{step:06}/state.json").read_text())
-        saved.append([agent["deviation"] for agent in state["agents"]])
+        learners = state["agents"][-1:] if script == "maac" else state["agents"]  # where the critic has it
+        saved.append([agent["deviation"] for agent in learners])
     for first, second, third in zip(*saved):
         assert first > 1 and second == pytest.approx(0.98 * first) and third == pytest.approx(0.98 * second)
     rewards = iter([0.001] * 3)
     agents, _ = train(script, fade, resume="run", num_train_epochs=2, **flags, **off)
     expected = [0.98**3 * third for _, _, third in zip(*saved)]
-    assert [agent.deviation for agent in agents] == pytest.approx(expected)
+    learners = agents[-1:] if script == "maac" else agents
+    assert [agent.deviation for agent in learners] == pytest.approx(expected)
 
 
 # --- What episodes of several turns earn ------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from short_runs import (
     Env,
     Faulty,
     assert_same_run,
-    every_script,
     make_task,
+    most_scripts,
     return_none,
     reward_length,
     small_model,
@@ -134,7 +134,7 @@ def test_an_agent_learns_from_answers_that_are_scored_by_hand(script):
 # --- Objects in place of what flags name ------------------------------------------------------------------------------
 
 
-@every_script
+@most_scripts
 @pytest.mark.parametrize("make", [list, datasets.Dataset.from_list])
 def test_rows_are_the_items(script, make):
     _, run = train(script, objects={"train_dataset": make(ROWS), "eval_dataset": make(ROWS[:2])})
@@ -163,7 +163,7 @@ BAD_ROWS = {
 }
 
 
-@every_script
+@most_scripts
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_rows_that_do_not_serve_are_one_line(script, case):
     objects, message = BAD_ROWS[case]
@@ -172,7 +172,7 @@ def test_rows_that_do_not_serve_are_one_line(script, case):
     assert not Path("run").exists()
 
 
-@every_script
+@most_scripts
 def test_data_from_two_places_is_one_line(script):
     message = "^--dataset x.jsonl and train_dataset= or eval_dataset= are both data; give one of them$"
     with pytest.raises(UserError, match=message):
@@ -202,7 +202,7 @@ def test_an_environment_beside_data_or_a_task_is_one_line():
 # --- In a notebook ----------------------------------------------------------------------------------------------------
 
 
-@every_script
+@most_scripts
 def test_flags_may_be_left_out(script, monkeypatch):
     module = SCRIPTS[script]
     flags = FLAGS[script] | {"output_dir": "run", "task": "number"}
@@ -228,7 +228,7 @@ def in_thread(function, *values, **named):
     return outcome[0]
 
 
-@every_script
+@most_scripts
 def test_a_run_in_another_thread_is_the_same(script):
     _, run = in_thread(train, script, objects={"train_dataset": ROWS})
     run.folder.rename("other")
@@ -243,7 +243,7 @@ def test_a_time_limit_in_another_thread_is_one_line(script, flags):
     assert str(error) == "--reward-timeout takes the main thread: its alarm is a signal"
 
 
-@every_script
+@most_scripts
 def test_a_run_on_rows_goes_on_from_python(script):
     with pytest.raises(TaskError):
         train(script, Faulty(return_none, 2), {"train_dataset": ROWS})

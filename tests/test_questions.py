@@ -10,6 +10,8 @@ from helpers import make_args, make_ppo_args
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import ppo_llm
 from utils.cli import TaskError, UserError
 from utils.tasks import TaskArgs, load_items, load_task
@@ -37,7 +39,7 @@ def load(rows, **attributes):
 # --- In a run ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [ippo_llm, iac_llm, ppo_llm])
+@pytest.mark.parametrize("script", [ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm])
 def test_the_file_of_the_readme_runs_as_printed(tmp_path, script):
     assert len(QUIZ.splitlines()) <= 10
     (tmp_path / "quiz.py").write_text(QUIZ)
@@ -48,6 +50,8 @@ def test_the_file_of_the_readme_runs_as_printed(tmp_path, script):
     if script is ppo_llm:
         args = make_ppo_args(tmp_path, max_turns=1, **flags)
     else:
+        if script is magrpo_llm:
+            flags |= {"num_generations": 4, "train_size": 4}
         args = make_args(tmp_path, script, **flags)
     _, run = script.main(args)
     assert len(run.rows) == 2 and len(run.samples) == 4

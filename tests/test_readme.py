@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import ppo_llm
 from utils import enjoy
 from utils.cli import parse
@@ -29,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = {code.split(".py")[0]: code for code in re.findall(r"```python\n# (.*?)```", README, flags=re.S)}
 DIFFS = re.findall(r"\*\*The (\w+)\.\*\*.*?```diff\n(.*?)```", README, flags=re.S)
-SCRIPTS = {"ippo_llm": ippo_llm, "iac_llm": iac_llm, "ppo_llm": ppo_llm}
+SCRIPTS = {module.__name__: module for module in (ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm)}
 
 
 # --- Commands, links, tasks -------------------------------------------------------------------------------------------
@@ -73,6 +75,9 @@ def test_every_task_is_in_the_table():
     assert sorted(re.findall(r"^\| `([a-z]+)` \|", README, flags=re.M)) == sorted(BUILT_IN)
 
 
+SECTIONS = ["All scripts", "`ippo_llm.py` and `iac_llm.py`"]
+SECTIONS += ["`maac_llm.py`", "`magrpo_llm.py`", "`ppo_llm.py`"]
+
 # --- Flags ------------------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +104,7 @@ def shown(default):
     return {"False": "off", "True": "on", "None": "none", "{}": "none"}.get(str(default), str(default))
 
 
-@pytest.mark.parametrize("title", ["All scripts", "`ippo_llm.py` and `iac_llm.py`", "`ppo_llm.py`"])
+@pytest.mark.parametrize("title", SECTIONS)
 def test_the_table_of_flags_is_that_of_the_code(title):
     section = (ROOT / "docs/flags.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \| (.*) \|$", section, flags=re.M)

@@ -13,6 +13,7 @@ from short_runs import (
     assert_resumes,
     assert_same_run,
     every_script,
+    most_scripts,
     reward_length,
     saved_state,
     train,
@@ -39,7 +40,7 @@ def test_a_reward_function_that_fails_once_is_asked_once_more(undisturbed, scrip
     assert_same_run("run", undisturbed(script))
 
 
-@every_script
+@most_scripts
 def test_a_reward_function_that_fails_twice_ends_the_run_which_can_be_resumed(undisturbed, script, capsys):
     batches = []
 

@@ -19,6 +19,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 from utils import adapters, distributed, sharding
 from utils.cli import UserError
 from utils.models import locate
@@ -321,7 +323,7 @@ def test_a_sharded_run_that_memory_ended_goes_on_with_smaller_micro_batches(shar
 # --- One process ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [ippo_llm, iac_llm], ids=["ippo", "iac"])
+@pytest.mark.parametrize("script", [ippo_llm, iac_llm, maac_llm, magrpo_llm], ids=lambda script: script.__name__)
 def test_one_process_has_nobody_to_share_with(script):
     with pytest.raises(UserError, match="--shard takes several processes, and this is one"):
         script.main(script.Args(shard=True))

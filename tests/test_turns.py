@@ -10,10 +10,11 @@ from helpers import learning_targets, make_agent, make_args, read_metrics, seede
 
 import iac_llm
 import ippo_llm
+import maac_llm
 from ippo_llm import minibatches, play
 from utils.cli import TaskError
 
-SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
+SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm])
 PLAIN = {"reward_normalization": False, "advantage_normalization": False, "kl_coef": 0.0, "value_clip_range": None}
 GAMMA = 0.9
 LAMBDA = 0.8
@@ -140,7 +141,7 @@ def actions_of(agent, rollout, episode, granularity):
     return actions
 
 
-@SCRIPTS
+@pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("granularity", ["token", "turn"])
 def test_episodes_of_one_and_two_turns_learn_from_their_chains(agents, granularity, script):
     flags = {"num_turns": 2, "max_new_tokens": 6, "action_granularity": granularity, "gamma": GAMMA, **PLAIN}

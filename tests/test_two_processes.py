@@ -213,6 +213,9 @@ def test_two_processes_make_the_same_passes_where_games_are_dropped(tmp_path, ca
 KILLED = [  # a command, the rank of the process that is killed, a flag more
     ("ippo head 1 number", 1, "--no-shard"),
     ("iac head 1 number", 0, "--no-shard"),
+    ("maac 2 tldr", 1, "--no-shard"),
+    ("maac 2 tldr", 0, "--shard"),
+    ("magrpo 2 tldr", 0, "--no-shard"),
     ("ppo guess", 1, "--no-shard"),
     ("ppo guess", 1, "--shard"),
 ]
@@ -244,6 +247,7 @@ NUMBER = f"{TURNS} --train-size 1152 --num-train-epochs 1 --eval-interval 0"
 LEARN = {
     "ippo_llm": NUMBER,
     "iac_llm": NUMBER,
+    "maac_llm": NUMBER,
     "ppo_llm": "--train-size 2560 --num-train-epochs 1 --evaluation-interval 0",
 }
 
