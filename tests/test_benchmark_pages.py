@@ -14,6 +14,7 @@ import benchmark.__main__ as driver
 import iac_llm
 import ippo_llm
 import ppo_llm
+from benchmark import central_critic
 from utils import plot
 from utils.benchmark import manifest
 from utils.cli import UserError, parse
@@ -127,3 +128,25 @@ def test_how_soon_a_peers_reward_is_reached():
     lines = driver.in_time(groups)
     assert lines[2] == "| a | IPPO | 33 | 110 | 3.3 | 0.750 | 128 | 22 | 5.0 |"
     assert lines[3] == "| a | IPPO, more | 110 | 110 | 1.0 | 0.750 | never |  |  |" and lines[4:] == [""]
+
+
+def test_the_study_of_a_central_critic_in_short(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "central"
+    flags = {"size": "quick", "seeds": (1,), "workers": 2, "output_dir": str(folder)}
+    central_critic.main(central_critic.Args(**flags))
+    page = (folder / "central_critic.md").read_text()
+    for method in central_critic.METHODS:
+        row = re.search(rf"\| 2 turns, each pays \| {method} \| 1 \| (-?[\d.]+)", page)
+        assert -1 < float(row[1]) < 1
+    assert np.ptp(imread(folder / "central_critic.png")) > 0.5
+    capsys.readouterr()
+    central_critic.main(central_critic.Args(**flags))  # nothing is made twice
+    assert "starting" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="--size quick takes another --output-dir"):
+        central_critic.main(central_critic.Args(size="quick"))
+
+
+def test_methods_score_as_many_joint_samples():
+    assert [central_critic.scored("IAC", turns) for turns in (1, 4)] == [1, 4]
+    assert [central_critic.scored("MAGRPO", turns) for turns in (1, 2, 4)] == [1, 6 / 4, 30 / 16]
