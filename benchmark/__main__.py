@@ -10,9 +10,9 @@ folders, and the command makes it anew. Tables are put into the pages (*.md), pi
 """
 
 import csv
+import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ from pydantic import PositiveInt
 from utils import plot
 from utils.benchmark import Failed, Job, check_seeds, finished, locked, run_jobs, write_manifest
 from utils.cli import UserError, command_line, flags
-from utils.files import write_whole, writing
+from utils.files import read_json, write_whole, writing
 from utils.same import is_time
 
 HERE = Path(__file__).resolve().parent
@@ -142,7 +142,10 @@ def gather(jobs, runs, results):
             for job in jobs:
                 if job.name not in kept and job.name in made:
                     (results / job.name).mkdir(parents=True, exist_ok=True)
-                    shutil.copy(runs / job.name / "config.json", results / job.name)
+                    config = read_json(runs / job.name / "config.json")
+                    if "script" in config:  # its place on this machine
+                        config["script"] = Path(config["script"]).name
+                    write_whole(results / job.name / "config.json", json.dumps(config, indent=2) + "\n")
                     with open(runs / job.name / "metrics.csv", newline="", encoding="utf-8") as file:
                         columns, *rows = csv.reader(file)
                     for name, timed in (("times.csv", True), ("metrics.csv", False)):
