@@ -98,11 +98,11 @@ def chosen_rates(results):
     shares = {}
     for method in METHODS:
         for rate in RATES:
-            found = [
+            of_settings = [
                 np.mean([curve.final for curve in curves]) / best_reward(setting)
                 for setting, curves in load(results, f"rate_{rate}", method).items()
             ]
-            shares.setdefault(method, {})[rate] = float(np.mean(found))
+            shares.setdefault(method, {})[rate] = float(np.mean(of_settings))
     return {method: max(of, key=of.get) for method, of in shares.items()}, shares
 
 
@@ -117,14 +117,14 @@ def best_reward(setting):
 
 def load(results, folder, method):
     """Curves by setting, over the joint samples that were scored, sorted by seed."""
-    found = {}
+    curves_by_setting = {}
     for setting, (num_turns, _) in SETTINGS.items():
         pattern = f"{folder}/{method}/{setting.replace(',', '').replace(' ', '_')}__*"
         if any(results.glob(pattern)):
             (curves,) = plot.load([f"{method}:{results / pattern}"]).values()
             factor = scored(method, num_turns)
-            found[setting] = [curve._replace(steps=curve.steps * factor) for curve in curves]
-    return found
+            curves_by_setting[setting] = [curve._replace(steps=curve.steps * factor) for curve in curves]
+    return curves_by_setting
 
 
 def column(curve, *names):

@@ -255,8 +255,8 @@ def test_help_explains_every_flag(script, capsys):
     source = "".join(Path(file).read_text() for file in files)
     for name in vars(script.Args()):
         assert f"--{name.replace('_', '-')}" in text
-        found = re.findall(rf"^(?:    # (.+)\n)?    {name}: .*?(?:  # (.+))?$", source, flags=re.M)
-        comments = [above or behind for above, behind in found if above or behind]
+        flag_comments = re.findall(rf"^(?:    # (.+)\n)?    {name}: .*?(?:  # (.+))?$", source, flags=re.M)
+        comments = [above or behind for above, behind in flag_comments if above or behind]
         assert any(" ".join(comment.split()[:3]) in shown for comment in comments), name
 
 

@@ -138,8 +138,8 @@ def metrics_callback(rollouts):
     """The mean intersection over union of the last world with the picture."""
     shares = []
     for k, prompts in enumerate(rollouts[0].prompts):
-        told = prompts[0].partition(" of ")[2].partition(".")[0]
-        picture = [*map(int, told.split())]
+        cells = prompts[0].partition(" of ")[2].partition(".")[0]
+        picture = [*map(int, cells.split())]
         turns = [*zip(*(rollout.responses[k] for rollout in rollouts))]
         shares.append(intersection_over_union(last_world(turns, "last-kept"), picture))
     return {"iou": sum(shares) / len(shares)}
