@@ -6,7 +6,7 @@
 Runs are made in <output-dir>/runs; of each, <output-dir>/results keeps metrics.csv, which is the same to the byte every
 time, times.csv, config.json, and its line of manifest.json. What is kept is not run again: delete a run in both
 folders, and the command makes it anew. Tables are put into the pages (*.md), pictures beside them. CoMLRL is run where
---peer-ippo and --peer-iac name Pythons that have it; peer_comlrl.py says how to make these.
+--peer and --peer-ippo name Pythons that have it; peer_comlrl.py says how to make these.
 """
 
 import csv
@@ -29,11 +29,13 @@ HERE = Path(__file__).resolve().parent
 
 # --- What is run: groups of one command, on tasks with flags of their own ---------------------------------------------
 
-IPPO, IAC, PPO = (f"python {name}_llm.py" for name in ("ippo", "iac", "ppo"))
+IPPO, IAC, MAAC, MAGRPO, PPO = (f"python {name}_llm.py" for name in ("ippo", "iac", "maac", "magrpo", "ppo"))
+PEER = "python -m benchmark.peer_comlrl"
 THIRD = "--num-train-epochs 1"
 TASKS = {"tldr": "", "number": "--num-turns 3 --max-new-tokens 4", "code": "--max-new-tokens 48"}
 NUMBER = {"number": "--max-new-tokens 4"}  # one turn
 ONE_TURN = TASKS | NUMBER
+TREES = TASKS | {"number": f"{TASKS['number']} --num-generations 2"}  # 8 paths through the three turns of an item
 TEAM = {"tldr": "--num-agents 2", "number": "--num-agents 2 --max-turns 3 --max-output-tokens 4"}
 TEAM |= {"code": "--num-agents 2 --max-output-tokens 48"}
 TLDR, GUESS = {"tldr": ""}, {"guess": ""}
@@ -43,14 +45,20 @@ RUNS = {  # group: command, tasks
     "ippo_head": (IPPO, TASKS),
     "iac_critic": (f"{IAC} --use-separate-critic", TASKS),
     "iac_head": (IAC, TASKS),
+    "maac": (MAAC, TASKS),
+    "magrpo": (f"{MAGRPO} --max-steps 4608", TREES),
     "ppo": (PPO, TEAM | GUESS),
     "ippo_head_loss": (f"{IPPO} --value-loss-coef 0.5", TLDR),
     "ippo_third": (f"{IPPO} --use-separate-critic {THIRD}", ONE_TURN),
     "iac_third": (f"{IAC} --use-separate-critic {THIRD}", ONE_TURN),
     "ippo_no_kl": (f"{IPPO} --use-separate-critic {THIRD} --kl-coef 0", NUMBER),
     "iac_no_kl": (f"{IAC} --use-separate-critic {THIRD} --kl-coef 0", NUMBER),
-    "comlrl_ippo": (f"python -m benchmark.peer_comlrl ippo --critic separate {THIRD}", ONE_TURN),
-    "comlrl_iac": (f"python -m benchmark.peer_comlrl iac --critic separate {THIRD}", ONE_TURN),
+    "comlrl_ippo": (f"{PEER} ippo --critic separate {THIRD}", ONE_TURN),
+    "comlrl_iac": (f"{PEER} iac --critic separate {THIRD}", ONE_TURN),
+    "maac_third": (f"{MAAC} {THIRD}", ONE_TURN),
+    "magrpo_third": (f"{MAGRPO} --max-steps 1536", ONE_TURN),
+    "comlrl_maac": (f"{PEER} maac {THIRD}", ONE_TURN),
+    "comlrl_magrpo": (f"{PEER} magrpo {THIRD}", ONE_TURN),
 }
 DETAILS = {  # by script: what is changed, one at a time
     "ippo": {
@@ -101,7 +109,7 @@ def jobs_of(args):
     jobs = []
     for task in ORDER:
         for group, (command, tasks) in RUNS.items():
-            peer = group.startswith("comlrl") and vars(args)[f"peer_{group.removeprefix('comlrl_')}"]
+            peer = group.startswith("comlrl") and (args.peer_ippo if group == "comlrl_ippo" else args.peer)
             if task not in tasks or (peer is None) or not chosen.search(f"{group}/{task}"):
                 continue
             small = SMALL_PEER if peer else SMALL + ("--eval-loop 4" if group.startswith("ppo") else "--eval-size 4")
@@ -121,9 +129,11 @@ def jobs_of(args):
 
 PICTURES = {  # name: groups by label
     "main": {"IPPO, critics": "ippo_critic", "IPPO, heads": "ippo_head", "IAC, critics": "iac_critic"}
-    | {"IAC, heads": "iac_head", "PPO, adapters": "ppo"},
+    | {"IAC, heads": "iac_head", "MAAC": "maac", "MAGRPO": "magrpo", "PPO, adapters": "ppo"},
     "comlrl": {"IPPO": "ippo_third", "CoMLRL's IPPO": "comlrl_ippo", "IAC": "iac_third", "CoMLRL's IAC": "comlrl_iac"}
     | {"IPPO, no KL penalty": "ippo_no_kl", "IAC, no KL penalty": "iac_no_kl"},
+    "joint": {"MAAC": "maac_third", "CoMLRL's MAAC": "comlrl_maac"}
+    | {"MAGRPO": "magrpo_third", "CoMLRL's MAGRPO": "comlrl_magrpo"},
     "heads": {"critics": "ippo_critic", "heads": "ippo_head", "heads, --value-loss-coef 0.5": "ippo_head_loss"},
 }
 ONE_TASK = {"heads": "tldr", "ippo": "tldr", "iac": "tldr", "ppo": "guess"}  # of a picture; else it has all
@@ -236,8 +246,8 @@ class BenchmarkArgs:
     workers: PositiveInt = 1  # runs at a time
     threads: PositiveInt = 2  # threads of each; with another number a run is another, at first in the last digits
     output_dir: str = str(HERE.name)  # folder of results, pages and pictures
-    peer_ippo: str | None = None  # Python that has CoMLRL's release with IPPO; none: as it is in the results
-    peer_iac: str | None = None  # Python that has CoMLRL's release with IAC; none: as it is in the results
+    peer: str | None = None  # Python that has CoMLRL's release with IAC, MAAC, MAGRPO; none: as in the results
+    peer_ippo: str | None = None  # Python that has CoMLRL's release with IPPO; none: as in the results
 
 
 @flags

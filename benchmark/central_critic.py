@@ -41,7 +41,7 @@ SETTINGS = {  # name: turns, what pays
     "4 turns, the last pays": (4, "last-kept"),
 }
 CHOSEN_ON = ("2 turns, each pays", "2 turns, the last pays")
-RATES = ("5e-4", "1e-3", "2e-3")  # of actors; critics have twice that
+RATES = ("2.5e-4", "5e-4", "1e-3", "2e-3")  # of actors; critics have twice that
 SAMPLES = {"full": 8192, "quick": 128}  # joint samples that a run scores
 
 

@@ -1,14 +1,15 @@
 """Train CoMLRL's own released trainer on our model, prompts, items and rewards, and write a run folder like ours.
 
-    python -m venv peer; . peer/bin/activate           # one environment for iac, another for ippo
+    python -m venv peer; . peer/bin/activate           # one environment for iac, maac and magrpo, another for ippo
     pip install torch transformers datasets wandb openai tqdm accelerate matplotlib safetensors pydantic tyro==1.0.17
-    pip install --no-deps comlrl==1.4.3                # iac; for ippo comlrl==1.2.6, the last release that has it
+    pip install --no-deps comlrl==1.4.3                # for ippo comlrl==1.2.6, the last release that has it
     python -m benchmark.peer_comlrl iac --task tldr --seed 1 --output-dir runs/peer_iac_1
 
 Two agents get the prompts that our scripts give them, token for token, about the same items in the same order.
 Sampling, learning rates, buffers and mini-batches are as in our scripts; the rest, the value loss's weight among it, is
-the peer's default, or --config '{"name": value}'. A row is the joint samples between two updates. Its seconds: `sample`
-is generate(), `reward` our task's functions, `learn` what is left of the clock.
+the peer's default, or --config '{"name": value}'. MAGRPO takes four joint samples of each item, and so a quarter of the
+items, in one turn. A row is the joint samples between two updates. Its seconds: `sample` is generate(), `reward` our
+task's functions, `learn` what is left of the clock.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
@@ -45,32 +47,58 @@ class Peer:
         items = [item for (item,) in batches(dataset, 1, flags.num_train_epochs, flags.seed)]
         config = dict(num_agents=flags.num_agents, num_turns=flags.num_turns, max_new_tokens=flags.max_new_tokens)
         config |= dict(temperature=1.0, top_p=1.0, top_k=0, num_train_epochs=1)  # `items` has all epochs
-        config |= dict(use_separate_critic=flags.critic == "separate", critic_learning_rate=flags.critic_learning_rate)
+        if flags.algorithm in ("iac", "ippo"):
+            config |= dict(use_separate_critic=flags.critic == "separate")
+        if flags.algorithm != "magrpo":
+            config |= dict(critic_learning_rate=flags.critic_learning_rate)
         single = {"dtype": torch.float32}  # as ours; else it would be the file's, which is float16
         known = dict(reward_func=self.reward, formatters=[partial(self.ask, agent) for agent in range(2)])
         known |= dict(tokenizer=self.tokenizer, train_dataset=items)
         known["model_config"] = {"model_kwargs": single, "critic_model_kwargs": single}
-        if flags.algorithm == "iac":
-            from comlrl.trainers.actor_critic import IACConfig, IACTrainer
-
-            self.size = 32  # joint samples between two updates; the peer counts turns
-            config |= dict(rollout_buffer_size=self.size * flags.num_turns, train_batch_size=16)
-            config |= dict(agent_learning_rate=flags.actor_learning_rate, external_prompt_passthrough=True)
-            config |= dict(early_termination_threshold=None)  # by default a turn of a reward above -0.2 is the last
-            known |= dict(args=IACConfig(**config | flags.config), external_transition=self.transition)
-            critic = flags.model if flags.critic == "separate" else None
-            self.trainer = IACTrainer(agent_model=flags.model, critic_model=critic, **known)
-            self.trainer.verbose, actors = False, self.trainer.agents
-        else:
+        if flags.algorithm == "ippo":
             from comlrl.trainers.ippo import IPPOConfig, IPPOTrainer
 
-            self.size = 64
+            self.size = 64  # joint samples between two updates
             config |= dict(rollout_buffer_size=64, mini_batch_size=16, actor_learning_rate=flags.actor_learning_rate)
             self.trainer = IPPOTrainer(model=flags.model, args=IPPOConfig(**config | flags.config), **known)
             actors = self.trainer.actor_models
+        else:
+            config |= dict(agent_learning_rate=flags.actor_learning_rate, external_prompt_passthrough=True)
+            config |= dict(early_termination_threshold=None)  # by default a turn of a reward above -0.2 is the last
+            known |= dict(agent_model=flags.model, external_transition=self.transition)
+            make = self.magrpo_trainer if flags.algorithm == "magrpo" else self.actor_critic_trainer
+            self.trainer = make(config, known)
+            self.trainer.verbose, actors = False, self.trainer.agents
         for actor in actors:
             actor.generate = partial(self.timed, "sample", actor.generate)
-        self.trainer._collect_rollouts = partial(self.collect, self.trainer._collect_rollouts)
+        if flags.algorithm != "magrpo":
+            self.trainer._collect_rollouts = partial(self.collect, self.trainer._collect_rollouts)
+
+    def actor_critic_trainer(self, config, known):
+        from comlrl.trainers.actor_critic import IACConfig, IACTrainer, MAACConfig, MAACTrainer
+
+        self.size = 32
+        config |= dict(rollout_buffer_size=self.size * self.flags.num_turns, train_batch_size=16)  # it counts turns
+        if self.flags.algorithm == "maac":
+            return MAACTrainer(critic_model=self.flags.model, args=MAACConfig(**config | self.flags.config), **known)
+        known["critic_model"] = self.flags.model if self.flags.critic == "separate" else None
+        return IACTrainer(args=IACConfig(**config | self.flags.config), **known)
+
+    def magrpo_trainer(self, config, known):
+        from comlrl.trainers.reinforce import MAGRPOConfig, MAGRPOTrainer
+
+        self.size, generations = 64, 4
+        config |= dict(num_generations=generations, rollout_buffer_size=self.size // generations)  # it counts items
+        config |= dict(train_batch_size=16 // generations)
+        items = known.pop("train_dataset")
+        known["train_dataset"] = items[: len(items) // generations]
+        known["model_config"] = known["model_config"]["model_kwargs"]
+        trainer = MAGRPOTrainer(args=MAGRPOConfig(**config | self.flags.config), **known)
+        trainer._train_step_returns = partial(self.collect_group, trainer._train_step_returns)
+        trainer._generate_completions_with_external_prompts = partial(
+            self.keep_samples, trainer._generate_completions_with_external_prompts
+        )
+        return trainer
 
     def train(self):
         self.start = time.perf_counter()
@@ -84,8 +112,21 @@ class Peer:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
         return result
 
-    def collect(self, original, item):
+    def collect_group(self, original, item):
         if len(self.rewards) == self.size:  # and the update is done
+            self.write_row()
+        original(item)
+
+    def keep_samples(self, original, actor, items, agent_idx, **settings):
+        made = original(actor, items, agent_idx=agent_idx, **settings)
+        (prompt,) = made["prompt_input_ids"]
+        for tokens, length in zip(made["completion_input_ids"][0], made["response_lens"]):
+            sample = dict(full_input_ids=torch.cat([prompt, tokens]), prompt_len=len(prompt), response_len=length)
+            self.samples.append(SimpleNamespace(agent_idx=agent_idx, **sample))
+        return made
+
+    def collect(self, original, item):
+        if len(self.rewards) == self.size:
             self.write_row()
         samples = original(item)
         self.samples += samples
@@ -93,10 +134,13 @@ class Peer:
         return samples
 
     def ask(self, agent, item):
-        if agent == 0:  # an episode begins
-            self.episode = Episodes(self.task, [item], self.flags.num_agents, self.flags.num_turns)
-            self.total = 0.0
+        if agent == 0:
+            self.begin(item)
         return self.prompts()[agent][0]
+
+    def begin(self, item):
+        self.episode = Episodes(self.task, [item], self.flags.num_agents, self.flags.num_turns)
+        self.total = 0.0
 
     def prompts(self):
         return [self.episode.prompts(agent, [0], self.tokenizer) for agent in range(2)]
@@ -104,6 +148,9 @@ class Peer:
     def reward(self, first, second):
         rewards, processed = self.timed("reward", self.score, [first, second])
         self.total += sum(value for (value,) in rewards) / 2
+        if self.flags.algorithm == "magrpo":
+            self.rewards.append(self.total)
+            self.begin(*self.episode.items)  # the next joint sample is of this item too, or another begins
         return [value for (value,) in processed]
 
     def score(self, responses):
@@ -152,7 +199,7 @@ class Peer:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("algorithm", choices=["iac", "ippo"])
+    parser.add_argument("algorithm", choices=["iac", "ippo", "maac", "magrpo"])
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--critic", choices=["separate", "head"], default="head")
     parser.add_argument("--config", type=json.loads, default={}, help="more of the peer's own configuration, as JSON")
@@ -165,6 +212,8 @@ def main():
     flags = parser.parse_args()
     if not isinstance(flags.config, dict):
         parser.error("--config takes a JSON object")
+    if flags.algorithm == "magrpo" and flags.num_turns > 1:
+        parser.error("magrpo takes one turn here")
     flags.model = locate(flags.model)
     metrics = flags.output_dir / "metrics.csv"
     if metrics.exists() and not flags.overwrite:

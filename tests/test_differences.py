@@ -15,6 +15,8 @@ from short_runs import FLAGS, small_model, train
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import ppo_llm
 from utils import adapters
 from utils.cli import UserError
@@ -30,6 +32,18 @@ use_separate_critic critic_model_name_or_path critic_value_head_hidden_dim value
 reward_norm_eps"""
 TRAINER = """model tokenizer reward_func reward_processor formatters args train_dataset eval_dataset model_config
 wandb_config metrics_callback"""
+MAAC = """agent_learning_rate critic_learning_rate rollout_buffer_size train_batch_size value_loss_coef
+advantage_normalization max_new_tokens temperature top_p top_k num_train_epochs num_agents num_generations num_turns
+discount critic_type early_termination_threshold external_prompt_passthrough eval_interval eval_num_samples
+eval_batch_size logging_steps reference_kl_enabled reference_kl_coef reference_devices parallel_training agent_devices
+critic_devices agent_model agents critic_model critics tokenizer reward_func reward_processor formatters args
+train_dataset eval_dataset model_config wandb_config metrics_callback external_transition"""
+MAGRPO = """agent_learning_rate rollout_buffer_size train_batch_size advantage_mode advantage_normalization joint_mode
+max_new_tokens temperature top_p top_k num_train_epochs num_agents num_generations num_turns discount
+early_termination_threshold external_prompt_passthrough eval_interval eval_num_samples eval_batch_size logging_steps
+reference_kl_enabled reference_kl_coef reference_devices parallel_training agent_devices agent_model agents tokenizer
+reward_func reward_processor formatters args train_dataset eval_dataset model_config wandb_config metrics_callback
+external_transition eval_logger eval_aggregator"""
 LLMPPO = """LLMPPO device_map torch_dtype env tokenizer obs training experiences turn_ids size observation_space
 action_space wrapper_cls wrapper_kwargs finetune_llm_reasoning finetune_llm_multiturn ReasoningGym train_dataset
 test_dataset reward_fn conversation_template data_batch_size_per_gpu pop max_steps evaluation_interval env_factory
@@ -47,6 +61,7 @@ use_adapter"""
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SECTIONS = {
     "CoMLRL's Multi-Agent PPO and Multi-Agent Actor-Critic": (ippo_llm, iac_llm),
+    "CoMLRL's MAACConfig and MAGRPOConfig": (maac_llm, magrpo_llm),
     "AgileRL's LLMPPO": (ppo_llm,),
 }
 
@@ -54,7 +69,7 @@ SECTIONS = {
 def rows(title):
     """The rows of a table: on the page, here, how; each a string."""
     section = PAGE.split(f"## Item by item: {title}\n")[1].split("\n## ")[0]
-    return re.findall(r"^\| (.*?) \| (.*?) ?\| (.*) \|$", section, flags=re.M)[1:]
+    return re.findall(r"^\| (.*?) \| (.*?) ?\| (.*) \|$", section, flags=re.M)
 
 
 def items(title):
@@ -67,6 +82,10 @@ def test_every_item_of_comlrls_pages_is_there_in_order(epochs):
     names = CONFIG.format(epochs=epochs).split() + TRAINER.split()
     page_items = items("CoMLRL's Multi-Agent PPO and Multi-Agent Actor-Critic")
     assert [name for name in page_items if name in names] == names
+
+
+def test_every_parameter_of_comlrls_configurations_is_there():
+    assert set(items("CoMLRL's MAACConfig and MAGRPOConfig")) == {*MAAC.split(), *MAGRPO.split()}
 
 
 def test_every_item_of_agilerls_page_is_there():
@@ -91,7 +110,8 @@ def test_the_flags_that_it_names_are_there(title):
 
 PAGE_VALUES = {  # what the pages give a flag, by its type there
     3: """rollout_buffer_size mini_batch_size ppo_epochs ac_epochs max_new_tokens top_k num_train_epochs num_agents
-        critic_value_head_hidden_dim value_head_hidden_dim max_steps evaluation_interval max_turns batch_size
+        num_generations num_turns critic_value_head_hidden_dim value_head_hidden_dim max_steps evaluation_interval
+        max_turns batch_size
         update_epochs micro_batch_size_per_gpu max_output_tokens min_output_tokens max_model_len seed""",
     0.5: """actor_learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
         value_clip_range value_loss_coef entropy_coef temperature top_p beta vf_coef clip_coef gamma gae_lambda lr_actor
@@ -100,7 +120,10 @@ PAGE_VALUES = {  # what the pages give a flag, by its type there
         calc_position_embeddings use_vllm turn_level_clip adv_whitening gradient_checkpointing load_optimizer
         save_optimizer merge_lora_configs""",
     "name": "output_dir critic_model_name_or_path model_name",
-    "mean": "turn_value_reduction",
+    "mean": "turn_value_reduction advantage_mode",
+    "rloo": "advantage_mode",
+    "max": "advantage_mode",
+    "raw": "advantage_mode",
     "final_value": "turn_value_reduction",
     "default": "torch_compiler",
     None: "lr_critic micro_batch_size_per_gpu max_output_tokens min_output_tokens max_model_len torch_compiler",
@@ -201,6 +224,23 @@ def check_gae(script):
 
 def check_td_error(script):
     torch.testing.assert_close(script.td_error(*CHAIN, 0.9)[0], torch.tensor([[0.9 * 0.25 - 0.5, 1 - 0.25]]))
+
+
+def check_learning_rate(script):
+    agents, args = agents_of(script, actor_learning_rate=0.25)
+    (group,) = agents[0].optimizers[0].param_groups
+    assert group["initial_lr"] == 0.25 == args.actor_learning_rate
+
+
+def check_discount_of_td_errors(script):
+    rewards, values, mask = (x.view(1, 2) for x in CHAIN)
+    deltas = script.td_error(rewards, values, mask, 0.9)[0]
+    torch.testing.assert_close(deltas, torch.tensor([[0.9 * 0.25 - 0.5, 1 - 0.25]]))
+
+
+def check_discount_of_trees(script):
+    rewards = torch.tensor([[1.0, 2.0], [1.0, 4.0]])  # two paths that share their first sample
+    torch.testing.assert_close(script.tree_returns(rewards, 2, 0.9)[:, 0], torch.tensor([1.0, 1.0]) + 0.9 * 3.0)
 
 
 def check_separate_critic(script):
@@ -347,6 +387,9 @@ def check_load(script):
 CHECKS = {  # of what is no flag, or of a flag's effect; of one script, or of all of its table
     (ippo_llm, r"IPPO's $J(\theta_i)$"): check_gae,
     (iac_llm, r"IAC's $J(\theta_i)$"): check_td_error,
+    "agent_learning_rate": check_learning_rate,
+    (maac_llm, "discount"): check_discount_of_td_errors,
+    (magrpo_llm, "discount"): check_discount_of_trees,
     "Separate Critic": check_separate_critic,
     "Value Head": check_value_head,
     "use_separate_critic": check_separate_critic,
