@@ -1030,13 +1030,13 @@ def learn(agent, rollout, args, generator):
     return update_metrics(batch, losses, steps, with_sampler=args.use_vllm)
 
 
-def update_reference(agent, step, size, num_items, args):
+def update_reference(agent, count, size, num_items, args):
     """Copy the actor to the reference after every --reference-update-interval passes over the training set.
 
-    An update has `size` of its `num_items` items.
+    An update has `size` of its `num_items` items; with it they are `count`.
     """
     interval = args.reference_update_interval * num_items
-    if interval and step * size // interval > (step - 1) * size // interval:
+    if interval and count // interval > (count - size) // interval:
         adapters.copy_adapter(agent.model, agent.actor, agent.reference)
 
 
@@ -1101,8 +1101,9 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             # 2. Each agent learns alone.
             run.phase("learn")
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
+            _, count = run.progress(step)
             for agent in agents:
-                update_reference(agent, step, size, len(train_items), args)
+                update_reference(agent, count, size, len(train_items), args)
 
             # 3. Metrics, held-out episodes, samples.
             held_out = None

@@ -280,7 +280,7 @@ def updates_of_the_reference(make, monkeypatch, size, num_items, interval, num_u
     copied = []
     for step in range(1, num_updates + 1):
         monkeypatch.setattr(adapters, "copy_adapter", lambda model, source, target: copied.append(step))
-        ppo_llm.update_reference(agent, step, size, num_items, args)
+        ppo_llm.update_reference(agent, step * size, size, num_items, args)
     return copied
 
 
@@ -310,7 +310,7 @@ def test_an_updated_reference_is_the_actor(make):
     with torch.no_grad():
         for parameter in adapters.parameters(agent.model, agent.actor):
             parameter += 0.1
-    ppo_llm.update_reference(agent, 1, 8, 8, args)
+    ppo_llm.update_reference(agent, 8, 8, 8, args)
     reference = adapters.forward(agent.model, agent.reference, input_ids=IDS).logits
     assert torch.equal(reference, adapters.forward(agent.model, agent.actor, input_ids=IDS).logits)
     assert not torch.equal(reference, other)

@@ -72,7 +72,7 @@ def test_batches_pass_over_the_data_as_often_as_there_are_epochs(monkeypatch):
     assert len(order) == 28 and lines == ["the last 2 items of the last epoch are left out: an update takes 4"]
     assert sorted(order[:10]) == sorted(order[10:20]) == items and order[:10] != order[10:20]
     assert order == [item for batch in batches(items, 4, 3, seed=0) for item in batch]
-    assert list(batches(items, 5, 2, seed=0, skip=3)) == list(batches(items, 5, 2, seed=0))[3:]
+    assert list(batches(items, 5, 2, seed=0, first=15)) == list(batches(items, 5, 2, seed=0))[3:]
     assert len(lines) == 2  # of 5 none is left out
 
 

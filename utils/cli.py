@@ -160,19 +160,27 @@ def check_needs(args, more=None):
                     raise UserError(f"{flag_name(field.name)} has no effect {beside} {flag_name(other)}")
 
 
+OF_FOLDER = {"output_dir": None, "overwrite": False, "resume": None, "wandb_run_name": None}  # that a fork begins anew
+
+
 # --- The command line -------------------------------------------------------------------------------------------------
 
 
 def parse(Args, argv=None, description=None, script=None):
     """Args from the command line. Each dataclass that Args inherits from is a group of --help under its docstring.
 
-    With --resume, flags that are not given are those of the run. Raises UserError.
+    With --resume or --fork, flags that are not given are those of the run. Raises UserError.
     """
     args = parse_flags(Args, argv, description, {})
     if getattr(args, "resume", None):
         folder = find_run(args.resume, script)
         args = parse_flags(Args, argv, description, flags_of(folder, Args))
         args.resume = str(folder)
+    elif getattr(args, "fork", None):
+        folder = find_run(run_of(args.fork), script, "--fork")
+        args = parse_flags(Args, argv, description, flags_of(folder, Args, "--fork") | OF_FOLDER)
+        if args.fork == "latest":
+            args.fork = str(folder)
     return args
 
 
@@ -206,16 +214,22 @@ def title(group):
     return group.__name__.removesuffix("Args").lower()
 
 
-def find_run(resume, script):
-    """The folder that --resume names, or the newest of that script under runs/. Raises UserError."""
-    if resume == "latest":
+def run_of(fork):
+    """The run that --fork names, itself or by RUN/checkpoints/update_<n>."""
+    path = Path(fork)
+    return str(path.parent.parent) if path.parent.name == "checkpoints" else fork
+
+
+def find_run(name, script, flag="--resume"):
+    """The folder that a flag names, or the newest of that script under runs/ (latest). Raises UserError."""
+    if name == "latest":
         runs = [path.parent for path in Path("runs").glob(f"{script}__*/config.json")]
         if not runs:
-            raise UserError(f"--resume latest: there is no run of {script}.py under runs/")
+            raise UserError(f"{flag} latest: there is no run of {script}.py under runs/")
         return max(runs, key=lambda run: max(path.stat().st_mtime for path in (run, *run.glob("*.*"))))
-    if not os.path.isfile(Path(resume) / "config.json"):  # False too for what can be no name
-        raise UserError(f"--resume takes a run's folder, or latest, and {resume} has no config.json")
-    return Path(resume)
+    if not os.path.isfile(Path(name) / "config.json"):  # False too for what can be no name
+        raise UserError(f"{flag} takes a run's folder, or latest, and {name} has no config.json")
+    return Path(name)
 
 
 def flags_of(folder, Args, what="--resume"):

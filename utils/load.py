@@ -25,7 +25,7 @@ def load(folder, script, device=None, updates=1, model=None, tokenizer=None, **f
     path, _ = checkpoint.newest_whole(Path(folder) / "checkpoints")
     if path is None:
         raise UserError(f"load: {folder} has no checkpoint")
-    saved |= {"trust_remote_code": False, "shard": False, "resume": None}
+    saved |= {"trust_remote_code": False, "shard": False, "resume": None, "fork": None}
     replaced = {field.name for field in fields(VllmArgs)}
     if "lora_config" in saved:  # the adapters' shape is that of their files
         replaced |= {*SHORT_FORM, *(field.name for field in fields(StageArgs))}

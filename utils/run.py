@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from utils import distributed, tasks
 from utils.checkpoint import (
+    checkpoints,
     load_agents,
     newest_whole,
     random_state,
@@ -44,6 +45,7 @@ from utils.files import (
     write_whole,
     writing,
 )
+from utils.fork import START, copy_fork, fork_of, progress
 from utils.metrics import by_agent, team_metrics
 from utils.report import draw_curves, side_by_side, time_table
 from utils.tracking import Tracker
@@ -66,6 +68,9 @@ class FolderArgs:
     save_interval: NonNegativeInt | None = None
     keep_checkpoints: PositiveInt = 2  # how many of the newest checkpoints stay
     resume: str | None = None  # go on with a run, from its newest whole checkpoint: its folder, or latest
+    # begin where another run's newest checkpoint is, or the one named: RUN, or RUN/checkpoints/update_<n>; other flags
+    # than that run's may be given, but for those of the agents
+    fork: str | None = None
     deterministic: bool = False  # take only algorithms of torch that give the same bits every time, on a GPU too
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "llm-teams"  # Weights & Biases project
@@ -73,6 +78,9 @@ class FolderArgs:
     wandb_run_name: str | None = None  # Weights & Biases run name; none: the run folder's name
     wandb_tags: tuple[str, ...] = ()  # Weights & Biases tags
 
+
+# Flags of how a run is kept and watched, and not of what it learns
+OF_FOLDER = {field.name for field in dataclasses.fields(FolderArgs)} - {"deterministic", "fork"}
 
 # --- The folder -------------------------------------------------------------------------------------------------------
 
@@ -110,8 +118,7 @@ def run_folder(args, script, subject=None, may_change=(), may_grow=("num_train_e
 
 def check_same_flags(folder, args, may_change, may_grow):
     """Raise UserError, with all of them, where flags differ from those of the run in a folder and may not."""
-    kept = {field.name for field in dataclasses.fields(FolderArgs)} - {"deterministic"}  # which is of what it learns
-    free = {*kept, "reward_timeout", *may_change}
+    free = {*OF_FOLDER, "reward_timeout", *may_change}
     differing = []
     for name, there in flags_of(folder, type(args)).items():
         here = getattr(args, name)
@@ -160,17 +167,21 @@ def outputs(folder):
 # --- The run ----------------------------------------------------------------------------------------------------------
 
 
-def length(args, num_items, items_per_update):
-    """(passes over the items, updates) of a run: `max_steps` ends its epochs, and, given alone, says how many."""
+def length(args, num_items, items_per_update, begun=START):
+    """(passes over the items, updates) of a run: `max_steps` ends its epochs, and, given alone, says how many.
+
+    `begun` is where it was forked.
+    """
     epochs = args.num_train_epochs or EPOCHS
+    held = begun["step"] + (epochs * num_items - begun["items"]) // items_per_update
     if not args.max_steps:
-        return epochs, epochs * num_items // items_per_update
-    updates = math.ceil(args.max_steps / args.rollout_buffer_size)
+        return epochs, held
+    updates = begun["step"] + math.ceil((args.max_steps - begun["samples"]) / args.rollout_buffer_size)
     if args.num_train_epochs is None:
-        return math.ceil(updates * items_per_update / num_items), updates
-    held = epochs * num_items // items_per_update
+        items = begun["items"] + (updates - begun["step"]) * items_per_update
+        return max(1, math.ceil(items / num_items)), updates
     if updates > held:
-        samples = held * args.rollout_buffer_size
+        samples = begun["samples"] + (held - begun["step"]) * args.rollout_buffer_size
         ends = f"{flag_name('num_train_epochs')} {epochs} ends the run after {samples}"
         distributed.say(f"{ends} of {flag_name('max_steps')} {args.max_steps} samples")
     return epochs, min(updates, held)
@@ -216,9 +227,13 @@ class Run:
         self.folder = distributed.decide(lambda: run_folder(args, script, subject, may_change))
         self.args = args
         self.script = script
+        self.num_items = num_items
         self.items_per_update = items_per_update
-        self.num_epochs, self.num_updates = length(args, num_items, items_per_update)
-        self.updates_per_epoch = num_items / items_per_update
+        self.fork = distributed.decide(self.read_fork)
+        self.num_epochs, self.num_updates = length(args, num_items, items_per_update, self.fork or START)
+        if self.fork and not args.resume and self.num_updates <= self.fork["step"]:
+            done = f"--fork {args.fork} has done {self.fork['samples']} samples, and that is all by these flags"
+            raise UserError(f"{done}: give a larger --max-steps or --num-train-epochs")
         self.held_out_metric = held_out_metric
         self.optimum = optimum
 
@@ -266,7 +281,7 @@ class Run:
     def __enter__(self):
         try:
             distributed.decide(self.take)
-            if self.args.resume:
+            if self.args.resume or self.fork:
                 self.restore()
             self.random = distributed.gather_objects(random_state(self.generator))  # after the last logged update
             distributed.decide(self.begin)
@@ -284,11 +299,21 @@ class Run:
         torch.use_deterministic_algorithms(self.args.deterministic)
         return self
 
+    def read_fork(self):
+        """What config.json says, or is to say, of where this run was forked; None: it was not. Raises UserError."""
+        if self.args.resume:
+            return read_json(self.folder / "config.json").get("fork")
+        return fork_of(self.args, Path(self.script).stem, self.folder, OF_FOLDER) if self.args.fork else None
+
     def take(self):
-        """Make the folder, and keep other runs out of it. Raises UserError."""
+        """Make the folder, and keep other runs out of it; a fork is given its checkpoint. Raises UserError."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = lock(self.folder)
+            if self.fork and not (self.args.resume and checkpoints(self.folder / "checkpoints")):
+                self.empty()
+                self.write_config()
+                copy_fork(self.fork, self.folder)
 
     def restore(self):
         """Take up the newest whole checkpoint; a run that has done nothing yet begins anew. Raises UserError."""
@@ -314,9 +339,12 @@ class Run:
                     warnings.simplefilter("ignore")  # that no optimiser has made a step yet
                     schedule.step()
         self.totals = state["totals"]
-        self.tracker.id = state["wandb"]
         self.started -= state["elapsed"]
-        if distributed.rank() < there:  # a process that is new begins with its own seed
+        is_new = self.fork is not None and self.step == self.fork["step"]
+        if not is_new:
+            self.tracker.id = state["wandb"]
+        has_own_seed = is_new and "seed" in self.fork["changed"]
+        if distributed.rank() < there and not has_own_seed:  # a process that is new begins with its own seed
             restore_random_state(state["random"][distributed.rank()], self.generator)
         next_begun = ", and some of the next" if state["learning"] else ""
         distributed.say(f"going on from {path}: {self.step} of {self.num_updates} updates are done{next_begun}")
@@ -338,18 +366,8 @@ class Run:
         if len(self.rows) < self.step:
             raise UserError(f"{self.folder}/metrics.csv has {len(self.rows)} of the {self.step} updates that are done")
         if not self.step:
-            for path in outputs(self.folder):  # the flags first: without them the rest is no run
-                if not (self.args.resume and path.name == "config.json"):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-        config = {
-            "command": sys.argv,
-            "script": str(Path(self.script).resolve()),
-            "args": dataclasses.asdict(self.args),
-            "num_updates": self.num_updates,
-            "versions": versions(),
-            "git_commit": git_commit(),
-        }
-        write_whole(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
+            self.empty()
+        config = self.write_config()
         if self.step:
             self.write_all_metrics()
             lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
@@ -361,6 +379,27 @@ class Run:
         if self.args.track:
             self.tracker.start(self.folder, self.args, config)
         tqdm.write(f"writing {self.folder}")
+
+    def empty(self):
+        """Remove what an earlier run left, the flags first: without them the rest is no run."""
+        for path in outputs(self.folder):
+            if not (self.args.resume and path.name == "config.json"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def write_config(self):
+        """Write config.json; what it says."""
+        config = {
+            "command": sys.argv,
+            "script": str(Path(self.script).resolve()),
+            "args": dataclasses.asdict(self.args),
+            "num_updates": self.num_updates,
+            "items_per_update": self.items_per_update,
+            "fork": self.fork,
+            "versions": versions(),
+            "git_commit": git_commit(),
+        }
+        write_whole(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
+        return config
 
     def before_step(self, *_):
         if self.signal:
@@ -403,7 +442,9 @@ class Run:
     def updates(self, items):
         """Yield the number of each update and this process's items of it, with a progress bar."""
         epochs, seed = self.num_epochs, self.args.seed
-        batches = tasks.batches(items, self.items_per_update, epochs, seed, self.step, self.num_updates)
+        _, first_item = self.progress(self.step)
+        left = self.num_updates - self.step
+        batches = tasks.batches(items, self.items_per_update, epochs, seed, first_item, left)
         self.bar = tqdm(
             batches,
             total=self.num_updates,
@@ -414,6 +455,11 @@ class Run:
         )
         for step, batch in enumerate(self.bar, self.step + 1):
             yield step, batch[distributed.rank() :: distributed.world_size()]
+
+    def progress(self, step):
+        """(joint samples, items of the training set) after so many updates."""
+        counts = {"fork": self.fork, "args": vars(self.args), "items_per_update": self.items_per_update}
+        return progress(counts, step)
 
     def is_due(self, step, interval):
         """Whether what comes every `interval` updates, at first and at the end comes after this one; 0: never."""
@@ -444,9 +490,10 @@ class Run:
         self.step += 1
         self.learning = False
         self.random = distributed.gather_objects(random_state(self.generator))
+        samples, num_items = self.progress(self.step)
         row = {
-            "global_step": self.step * self.args.rollout_buffer_size,
-            "epoch": self.step / self.updates_per_epoch,
+            "global_step": samples,
+            "epoch": num_items / self.num_items,
             **distributed.mean_by_name(metrics),
             **{f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES},
         }

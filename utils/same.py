@@ -25,13 +25,12 @@ def timeless(folder):
 def compare(one, other):
     """For each file of what two runs learned whether it is the same in both, by name."""
     one, other = Path(one), Path(other)
-    names = sorted(
-        {x.relative_to(run).as_posix() for run in (one, other) for x in run.glob("agent_*/**/*.safetensors")}
-    )
+    places = ("agent_*/**/*.safetensors", "critic/**/*.safetensors")
+    names = {x.relative_to(run).as_posix() for run in (one, other) for place in places for x in run.glob(place)}
     same = {"metrics.csv": all((run / "metrics.csv").is_file() for run in (one, other))}
     same["metrics.csv"] = same["metrics.csv"] and timeless(one) == timeless(other)
     samples = ["samples.jsonl"] * any((run / "samples.jsonl").exists() for run in (one, other))
-    for name in samples + names:
+    for name in samples + sorted(names):
         pair = [run / name for run in (one, other)]
         same[name] = all(path.is_file() for path in pair) and pair[0].read_bytes() == pair[1].read_bytes()
     return same

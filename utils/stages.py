@@ -5,6 +5,7 @@ import os
 import warnings
 from pathlib import Path
 
+from utils import fork
 from utils.adapters import WEIGHTS, check_base, copy_adapter, load_adapter, parameters
 from utils.checkpoint import (
     BASE,
@@ -58,9 +59,14 @@ def check_stage(args):
 
 
 def own_checkpoint(args):
-    """The newest checkpoint of the run that goes on (--resume), or None: it has all that the run once started from."""
+    """The newest checkpoint of the run that goes on (--resume), or what is forked, or None.
+
+    It has all that the run once started from.
+    """
     saved = checkpoints(Path(args.resume) / "checkpoints") if args.resume else []
-    return saved[-1] if saved else None
+    if saved or not args.fork:
+        return saved[-1] if saved else None
+    return fork.newest(args.fork)
 
 
 def check_checkpoint(args):

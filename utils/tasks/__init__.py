@@ -303,25 +303,25 @@ def split_rows(splits, eval_size, seed):
     return rows.select(range(end)), rows.select(range(end, len(rows))).shuffle(seed=seed)
 
 
-def batches(items, size, epochs, seed, skip=0, end=None):
-    """Lists of `size` items, in a new random order each epoch, from list number `skip` up to `end`, or to the last.
+def batches(items, size, epochs, seed, first=0, count=None):
+    """Lists of `size` items, in a new random order each epoch, from item number `first` on: all, or `count` of them.
 
     Items that do not fill a list at the end of an epoch open the first one of the next; those of the last epoch are
     left out, and it is said how many.
     """
-    last = epochs * len(items) // size
-    left_out = epochs * len(items) % size
-    end = last if end is None else end
-    if left_out and end == last:
+    total = (epochs * len(items) - first) // size
+    left_out = (epochs * len(items) - first) % size
+    count = total if count is None else count
+    if left_out and count == total:
         say(f"the last {left_out} items of the last epoch are left out: an update takes {size}")
     rng = random.Random(seed)
     order = []
-    number = 0
     for _ in range(epochs):
         order += rng.sample(range(len(items)), len(items))
-        whole = len(order) // size
-        for k in range(whole):
-            if skip <= number < end:
-                yield [items[index] for index in order[k * size : (k + 1) * size]]
-            number += 1
-        order = order[whole * size :]
+        gone = min(first, len(order))  # before the first list
+        order = order[gone:]
+        first -= gone
+        while len(order) >= size and count > 0:
+            yield [items[index] for index in order[:size]]
+            order = order[size:]
+            count -= 1
