@@ -68,8 +68,7 @@ class FolderArgs:
     save_interval: NonNegativeInt | None = None
     keep_checkpoints: PositiveInt = 2  # how many of the newest checkpoints stay
     resume: str | None = None  # go on with a run, from its newest whole checkpoint: its folder, or latest
-    # begin where another run's newest checkpoint is, or the one named: RUN, or RUN/checkpoints/update_<n>; other flags
-    # than that run's may be given, but for those of the agents
+    # begin where another run was, with its flags, of which some may differ: RUN, or RUN/checkpoints/update_<n>
     fork: str | None = None
     deterministic: bool = False  # take only algorithms of torch that give the same bits every time, on a GPU too
     track: bool = False  # log to Weights & Biases too
