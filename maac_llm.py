@@ -270,13 +270,14 @@ class Critic:
 
 def build_optimizers(models, learning_rate, args):
     """AdamW, one for all parameters of these models."""
-    settings = {
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,
-    }
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    return [torch.optim.AdamW(parameters, lr=learning_rate, **settings)]
+    optimizer = torch.optim.AdamW(
+        [parameter for model in models for parameter in model.parameters()],
+        lr=learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+    )
+    return [optimizer]
 
 
 def build_schedule(optimizer, updates, args):
@@ -521,17 +522,15 @@ def read_together(critic, rollouts, args):
         if t >= T:
             parts += [f"Agent {i} writes:\n{rollout.responses[k][t % T]}" for i, rollout in enumerate(rollouts)]
         texts.append("\n\n".join(parts))
-    ids, attention_mask = pad_left(
-        tasks.encode_texts(texts, critic.tokenizer, critic.critic.config), critic.tokenizer, played.device
-    )
-    response_mask = played[..., None].float()
+    rows = tasks.encode_texts(texts, critic.tokenizer, critic.critic.config)
+    ids, attention_mask = pad_left(rows, critic.tokenizer, played.device)
+    one = played[..., None].float()
     return replace(
         rollouts[0],
         ids=scatter(pad(ids, (0, 1)), played),
         attention_mask=scatter(pad(attention_mask, (0, 1), value=1), played),
-        response_mask=response_mask,
-        logprobs=torch.zeros_like(response_mask),
-        sampler_logprobs=torch.zeros_like(response_mask),
+        response_mask=one,
+        logprobs=one,
     )
 
 
@@ -639,23 +638,17 @@ def sum_over_tokens(x, rollout):
 
 
 def td_error(rewards, values, mask, gamma):
-    """Temporal-difference errors along chains of actions: A_t = delta_t = r_t + gamma V_{t+1} - V_t.
+    """Temporal-difference errors along an episode's turns: A_t = delta_t = r_t + gamma V_{t+1} - V_t.
 
-    V = 0 after the last action. All are [B, C], or [B, T, K], where an episode's turns follow one another; positions
-    with mask 0 are skipped. Returns (advantages, returns), with returns = r_t + gamma V_{t+1} the critic's targets; 0
-    where the mask is 0.
+    V = 0 after the last turn. All are [B, T, 1]; turns with mask 0 are skipped. Returns (advantages, returns), with
+    returns = r_t + gamma V_{t+1} the critic's targets; 0 where the mask is 0.
     """
-    shape = rewards.shape
-    rewards = rewards.flatten(1)
-    values = values.flatten(1)
-    mask = mask.flatten(1)
     returns = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         returns[:, t] = rewards[:, t] + gamma * next_value
         next_value = torch.where(mask[:, t] > 0, values[:, t], next_value)
-    advantages = returns - values
-    return (advantages * mask).view(shape), (returns * mask).view(shape)
+    return (returns - values) * mask, returns * mask
 
 
 def estimate(rewards, values, mask, args):
@@ -785,8 +778,8 @@ def learn(agents, critic, rollouts, args, generator):
         for schedule in learner.schedules:
             schedule.step()
     with_sampler = args.use_vllm and args.do_sample
-    metrics = [update_metrics(*each, with_sampler) for each in zip(batches[:-1], losses, steps)]
-    return metrics, update_metrics(batches[-1], losses[-1], steps[-1])
+    *metrics, critic_metrics = [update_metrics(*each, with_sampler) for each in zip(batches, losses, steps)]
+    return metrics, critic_metrics
 
 
 # --- main: sample, score, learn, log ----------------------------------------------------------------------------------

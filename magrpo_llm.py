@@ -535,13 +535,19 @@ def sampler_weights(rollout, args):
 
 
 def tree_returns(rewards, num_generations, gamma):
-    """R_t = r_t + gamma mean of its children's R_{t+1}, [B, T] as the rewards, B all paths through trees."""
-    returns = rewards.clone()
+    """R_t = r_t + gamma mean of its children's R_{t+1}, [B, T] as the rewards, B all paths through trees.
+
+    The reward of a sample that several paths share is read in the first of them.
+    """
+    returns = torch.zeros_like(rewards)
     T = rewards.shape[1]
-    for t in reversed(range(T - 1)):
+    for t in reversed(range(T)):
         paths = num_generations ** (T - 1 - t)  # that share a sample of turn t
-        children = returns[:, t + 1].view(-1, paths)
-        returns[:, t] += gamma * children.mean(1).repeat_interleave(paths)
+        sample_returns = rewards[::paths, t]
+        if t + 1 < T:
+            children = returns[:, t + 1].view(-1, paths)
+            sample_returns = sample_returns + gamma * children.mean(1)
+        returns[:, t] = sample_returns.repeat_interleave(paths)
     return returns
 
 
@@ -651,20 +657,20 @@ def learn(agent, rollout, args, generator):
     --kl-coef is above 0; then, in each epoch, the actor's, with gradients. Where vLLM sampled, the actor's too at
     first, for its log-probabilities.
     """
+    paths = paths_of_samples(rollout.played, args.num_generations)
+    response_mask = rollout.response_mask * (paths > 0)[..., None]
+    rollout = replace(rollout, response_mask=response_mask)  # what paths share goes through models once
     if args.use_vllm:  # whose log-probabilities differ from the actor's by rounding
         rollout = replace(rollout, logprobs=compute_logprobs(agent.actor, rollout, args))
     reference_logprobs = compute_logprobs(agent.reference, rollout, args) if args.kl_coef > 0 else None
     returns = tree_returns(turn_rewards(rollout, reference_logprobs, args), args.num_generations, args.gamma)
-    advantages = group_advantages(returns, args.num_generations, args.advantage_mode, args.advantage_normalization)
-    paths = paths_of_samples(rollout.played, args.num_generations)
     batch = Batch(
         **vars(rollout),
         reference_logprobs=reference_logprobs,
-        advantages=advantages,
+        advantages=group_advantages(returns, args.num_generations, args.advantage_mode, args.advantage_normalization),
         paths=paths,
         weights=sampler_weights(rollout, args),
     )
-    batch.response_mask = rollout.response_mask * (paths > 0)[..., None]
 
     losses = []
     steps = []

@@ -63,7 +63,8 @@ def test_every_link_leads_somewhere():
 
 def test_every_name_in_the_tables_of_equations_is_in_its_script():
     tables = re.findall(r"^\| in the equation \| in (.*?) \|\n(.*?)\n\n", README, flags=re.S | re.M)
-    assert [re.findall(r"(\w+)\.py", scripts) for scripts, _ in tables] == [["ippo_llm", "iac_llm"], ["ppo_llm"]]
+    of_tables = [re.findall(r"(\w+)\.py", scripts) for scripts, _ in tables]
+    assert of_tables == [["ippo_llm", "iac_llm"], ["maac_llm"], ["magrpo_llm"], ["ppo_llm"]]
     for scripts, table in tables:
         names = set(re.findall(r"`(\w+)`", table))
         for script in re.findall(r"(\w+)\.py", scripts):
