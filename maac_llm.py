@@ -531,6 +531,7 @@ def read_together(critic, rollouts, args):
         attention_mask=scatter(pad(attention_mask, (0, 1), value=1), played),
         response_mask=one,
         logprobs=one,
+        sampler_logprobs=None,
     )
 
 

@@ -21,6 +21,8 @@ from helpers import (
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import ppo_llm
 from utils import engine
 from utils.cli import UserError
@@ -180,13 +182,14 @@ def make_sampled(script, model, tokenizer, prompts, greedy=False, **flags):
 
 
 @torch.no_grad()
-def logprobs_and_values(agent, tokenizer, prompt, response):
-    """At temperature 0.7, of the tokens of one response, without any padding."""
+def logprobs_and_values(agent, tokenizer, prompt, response, policy=None):
+    """At temperature 0.7, of the tokens of one response, without any padding; `policy`: None is the agent's actor."""
     prompt_ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    out = agent.actor(torch.tensor([prompt_ids + response]), output_hidden_states=True)
+    out = (policy or agent.actor)(torch.tensor([prompt_ids + response]), output_hidden_states=True)
     before = slice(len(prompt_ids) - 1, -1)
     log_pi = (out.logits[0, before] / 0.7).log_softmax(-1)
-    return log_pi[range(len(response)), response], agent.value_head(out.hidden_states[-1][0, before])
+    values = agent.value_head(out.hidden_states[-1][0, before]) if policy is None else None
+    return log_pi[range(len(response)), response], values
 
 
 @TEAM
@@ -217,6 +220,38 @@ def test_a_team_learns_from_logprobs_and_values_of_its_own(script, model, tokeni
     assert metrics["sampler_ratio"].item() == pytest.approx(ratios.mean().item(), rel=1e-4)
     assert metrics["sampler_ratio_max"].item() == pytest.approx(ratios.max().item(), rel=1e-4)
     assert metrics["kl"].item() == pytest.approx(0.0, abs=1e-6)  # the actor is still the reference
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("script", [maac_llm, magrpo_llm], ids=["maac", "magrpo"])
+def test_a_joint_sample_weighs_what_another_sampled(script, corrected, model, tokenizer, prompts, monkeypatch):
+    flags = {"num_generations": 5, "temperature": 0.7, "sampler_correction": corrected}
+    args = make_args(script=script, mini_batch_size=5, rollout_buffer_size=5, **flags)
+    team = script.build_agents(args, torch.device("cpu"), 1, model, tokenizer)
+    args.use_vllm = True
+    agents = team[: args.num_agents]
+    rollouts = []
+    for agent in agents:
+        agent.engine = OtherSampler()
+        rollouts.append(set_rewards(script.sample(agent, prompts, args, seeded()), torch.arange(5.0)))
+    batches = []
+    minibatches = script.minibatches
+    monkeypatch.setattr(script, "minibatches", lambda batch, *more: batches.append(batch) or minibatches(batch, *more))
+    if script is maac_llm:
+        metrics, critic_metrics = script.learn(agents, team[-1], rollouts, args, seeded())
+        batch = batches[0][0]
+        assert not any(name.startswith("sampler") for name in critic_metrics)
+    else:
+        metrics = [script.learn(agent, rollout, args, seeded()) for agent, rollout in zip(agents, rollouts)]
+        batch = batches[0]
+    total = 0.0
+    for b, pair in enumerate(zip(prompts, RESPONSES)):
+        logprobs, _ = logprobs_and_values(agents[0], tokenizer, *pair, policy=agents[0].reference)
+        weights = (logprobs + 1).exp().clamp(max=2.0) if corrected else torch.ones_like(logprobs)
+        torch.testing.assert_close(batch.weights[b, 0, : len(weights)], weights, atol=1e-5, rtol=0)
+        total -= float((weights * logprobs).sum() * batch.advantages[b, 0].sum())
+    assert metrics[0]["policy_loss"].item() == pytest.approx(total / 5, rel=1e-3, abs=1e-5)
+    assert metrics[0]["sampler_ratio_max"] > 0
 
 
 @TEAM

@@ -78,7 +78,7 @@ def update_metrics(batch, losses, steps, with_sampler=False):
     metrics |= average(steps)
     if getattr(batch, "old_values", None) is not None:
         metrics["explained_variance"] = explained_variance(batch.returns, batch.old_values, batch.action_mask)
-    if with_sampler and batch.weights is not None:  # which a central critic's has not
+    if with_sampler and batch.sampler_logprobs is not None:  # of a central critic there are none
         metrics |= sampler_metrics(batch)
     return metrics
 
