@@ -224,6 +224,7 @@ ELSEWHERE = {  # and the tests that change them
     "vllm_config": "test_vllm.py",
     "sampler_correction": "test_sampler_correction.py",
     "resume": "test_resume.py",
+    "fork": "test_fork.py",
     "reward_timeout": "test_episodes.py",
     "deterministic": "test_release.py",
     "track": "test_run.py",
