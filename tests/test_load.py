@@ -131,8 +131,8 @@ def test_flags_that_are_not_resolved_build_agents():
         module.build_agents(replace(args, shard=True), "cpu", 1, *small_model())
 
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-LINE = re.search(r"`(agent\.schedules[^`]*)`", README)[1]  # which sets learning rates
+PAGE = (Path(__file__).resolve().parent.parent / "docs/python.md").read_text()
+LINE = re.search(r"`(agent\.schedules[^`]*)`", PAGE)[1]  # which sets learning rates
 
 
 @pytest.mark.parametrize("script, flags", [("ippo", {"anneal_lr": False}), ("ppo", {"cosine_lr_schedule": False})])

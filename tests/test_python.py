@@ -1,4 +1,4 @@
-"""The scripts from Python: the README's examples, rows and environments as objects, threads, runs that go on."""
+"""The scripts from Python: the page's examples, rows and environments as objects, threads, runs that go on."""
 
 import functools
 import re
@@ -26,6 +26,7 @@ from short_runs import (
 from transformers import AutoModelForCausalLM
 
 import ippo_llm
+import maac_llm
 import ppo_llm
 from utils.cli import TaskError, UserError
 from utils.prompts import render
@@ -34,8 +35,8 @@ from utils.tasks import load_items, number
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTION = (ROOT / "README.md").read_text().split("## From Python\n")[1].split("\n## ")[0]
-TEAM, LEARNER, PLAYER, TRANSCRIPTS = re.findall(r"```python\n(.*?)```", SECTION, flags=re.S)
+PAGE = (ROOT / "docs/python.md").read_text()
+TEAM, LEARNER, LEARNERS, PLAYER, TRANSCRIPTS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 ROWS = [{"share": k / 12, "k": k} for k in range(12)]
 
 
@@ -49,7 +50,7 @@ def train(script, reward_func=reward_length, objects=None, **flags):
     return SCRIPTS[script].main(args, model=model, tokenizer=tokenizer, **objects)
 
 
-# --- The README's examples --------------------------------------------------------------------------------------------
+# --- The page's examples ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -75,6 +76,21 @@ def test_the_example_of_a_team_runs_as_printed(names):
         assert all(torch.equal(x, learned[name]) for name, x in agent.actor.state_dict().items())
 
 
+@pytest.mark.parametrize("script", ["iac_llm", "magrpo_llm"])
+def test_the_example_of_a_team_runs_in_other_scripts(script, names):
+    exec(TEAM.replace("ippo_llm", script), names)
+    assert len(names["run"].rows) == 2 and len(names["agents"]) == 2
+
+
+def test_the_example_of_a_team_runs_where_the_last_is_the_critic(names):
+    (line,) = re.findall(r"`(\(\*agents, critic\), run = maac_llm.main\(args)\)`", PAGE)
+    code = TEAM.replace("ippo_llm", "maac_llm")
+    assert code.count("agents, run = maac_llm.main(args") == 1
+    exec(code.replace("agents, run = maac_llm.main(args", line), names)
+    assert len(names["run"].rows) == 2 and len(names["agents"]) == 3
+    assert hasattr(names["agents"][-1], "critic") and hasattr(names["critic"], "critic")
+
+
 def test_the_example_of_an_environment_runs_as_printed(names):
     exec(PLAYER, names)
     assert len(names["run"].rows) == 2
@@ -93,6 +109,22 @@ def test_the_examples_of_learn_run_as_printed(block, names, capsys):
     assert capsys.readouterr().out.count("\n") == (5 if block is LEARNER else 1)
     assert agent.schedules[0].last_epoch == (5 if block is LEARNER else 1)  # a step for each call of learn
     assert agent.optimizers[0].state
+
+
+@pytest.mark.parametrize("script", ["iac_llm", "magrpo_llm"])
+def test_the_example_of_learn_runs_in_other_scripts(script, names):
+    exec(LEARNER.replace("ippo_llm", script), names)
+    agent = names["agent"]
+    assert agent.schedules[0].last_epoch == 5
+    weights = agent.reference.state_dict()
+    assert not all(torch.equal(x, weights[name]) for name, x in agent.actor.state_dict().items())
+
+
+def test_the_example_of_a_team_with_one_critic_runs_as_printed(names):
+    before = [state_of(agent) for agent in maac_llm.build_agents(maac_llm.Args(num_agents=2), "cpu", updates=1)]
+    exec(LEARNERS, names)
+    for agent, weights in zip([*names["agents"], names["critic"]], before, strict=True):
+        assert not all(torch.equal(x, y) for x, y in zip(weights, state_of(agent), strict=True))
 
 
 def test_the_transcripts_of_the_example_are_what_is_learned_from(names):

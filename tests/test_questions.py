@@ -19,7 +19,7 @@ from utils.tasks.episodes import Episodes
 from utils.tasks.questions import fill
 
 ROOT = Path(__file__).resolve().parent.parent
-QUIZ = re.search(r"```python\n(# quiz\.py: .*?)```", (ROOT / "README.md").read_text(), flags=re.S)[1]
+QUIZ = re.search(r"```python\n(# quiz\.py: .*?)```", (ROOT / "docs/tasks.md").read_text(), flags=re.S)[1]
 ROWS = [{"question": f"{k} + {k}?", "answer": str(2 * k), "level": k} for k in range(20)]
 TEMPLATE = [{"role": "user", "content": "Q: {question}\nA:"}]
 
@@ -40,7 +40,7 @@ def load(rows, **attributes):
 
 
 @pytest.mark.parametrize("script", [ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm])
-def test_the_file_of_the_readme_runs_as_printed(tmp_path, script):
+def test_the_file_of_the_page_runs_as_printed(tmp_path, script):
     assert len(QUIZ.splitlines()) <= 10
     (tmp_path / "quiz.py").write_text(QUIZ)
     data = tmp_path / "quiz.jsonl"

@@ -1,4 +1,4 @@
-"""The README's commands, examples, diffs and flags are those of the code."""
+"""The commands, examples, diffs and flags of the README and of docs/ are those of the code."""
 
 import dataclasses
 import importlib
@@ -29,21 +29,25 @@ from utils.tasks import BUILT_IN, TaskArgs, import_file, tldr
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = {code.split(".py")[0]: code for code in re.findall(r"```python\n# (.*?)```", README, flags=re.S)}
-DIFFS = re.findall(r"\*\*The (\w+)\.\*\*.*?```diff\n(.*?)```", README, flags=re.S)
+DOCS = {path.stem: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+BENCHMARK = [path.read_text() for path in sorted((ROOT / "benchmark").glob("*.md"))]
+EXAMPLES = DOCS["tasks"] + DOCS["ppo"]
+BLOCKS = {code.split(".py")[0]: code for code in re.findall(r"```python\n# (.*?)```", EXAMPLES, flags=re.S)}
+DIFFS = re.findall(r"\*\*The (\w+)\.\*\*.*?```diff\n(.*?)```", README + DOCS["make_it_yours"], flags=re.S)
 SCRIPTS = {module.__name__: module for module in (ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm)}
+assert set(SCRIPTS) == {path.stem for path in ROOT.glob("*_llm.py")}
 
 
 # --- Commands, links, tasks -------------------------------------------------------------------------------------------
 
 
 def test_every_command_parses():
-    sources = [README, (ROOT / "benchmark/README.md").read_text(), *BLOCKS.values()]
+    sources = [README, *DOCS.values(), *BENCHMARK]
     sources += [script.__doc__ for script in SCRIPTS.values()]
     sources += [importlib.import_module(f"utils.tasks.{name}").__doc__ for name in BUILT_IN]
     text = "\n".join(sources).replace("\\\n", " ")
     commands = re.findall(r"(python|torchrun|accelerate launch)[^\n`]*? (\w+_llm)\.py([^\n`&|;\"]*)", text)
-    assert len(commands) >= 20 and len({launcher for launcher, _, _ in commands}) == 3
+    assert len(commands) >= 60 and len({launcher for launcher, _, _ in commands}) == 3
     for _, script, flags in commands:
         flags = re.split(" {2,}", flags)[0]  # what follows is a remark
         if not any(flag in flags for flag in ("--help", "--resume", "--fork")):
@@ -51,9 +55,9 @@ def test_every_command_parses():
 
 
 def test_every_link_leads_somewhere():
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/*.md")]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/*.md")]
     links = [(page, *link) for page in pages for link in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", page.read_text())]
-    assert len(links) > 15
+    assert len(links) > 60
     for page, path, anchor in links:
         target = page.parent / path if path else page
         assert target.exists(), f"{page} leads to {path}"
@@ -62,7 +66,7 @@ def test_every_link_leads_somewhere():
 
 
 def test_every_name_in_the_tables_of_equations_is_in_its_script():
-    tables = re.findall(r"^\| in the equation \| in (.*?) \|\n(.*?)\n\n", README, flags=re.S | re.M)
+    tables = re.findall(r"^\| in the equation \| in (.*?) \|\n(.*?)\n\n", DOCS["equations"], flags=re.S | re.M)
     of_tables = [re.findall(r"(\w+)\.py", scripts) for scripts, _ in tables]
     assert of_tables == [["ippo_llm", "iac_llm"], ["maac_llm"], ["magrpo_llm"], ["ppo_llm"]]
     for scripts, table in tables:
@@ -73,7 +77,13 @@ def test_every_name_in_the_tables_of_equations_is_in_its_script():
 
 
 def test_every_task_is_in_the_table():
-    assert sorted(re.findall(r"^\| `([a-z]+)` \|", README, flags=re.M)) == sorted(BUILT_IN)
+    assert sorted(re.findall(r"^\| `([a-z]+)` \|", DOCS["tasks"], flags=re.M)) == sorted(BUILT_IN)
+    line = README.split("the tasks by name: ")[1].split(".\n")[0]
+    assert sorted(re.findall(r"`([a-z]+)`", line)) == sorted(BUILT_IN)
+
+
+def test_every_script_is_in_the_table():
+    assert re.findall(r"^\| `(\w+)\.py` \|", README, flags=re.M) == [*SCRIPTS]
 
 
 SECTIONS = ["All scripts", "`ippo_llm.py` and `iac_llm.py`"]
@@ -107,7 +117,7 @@ def shown(default):
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_the_table_of_flags_is_that_of_the_code(title):
-    section = (ROOT / "docs/flags.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    section = DOCS["flags"].split(f"## {title}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \| (.*) \|$", section, flags=re.M)
     shared = title == "All scripts"
     tables = {name: flag_rows(SCRIPTS[name], shared) for name in SCRIPTS if shared or f"`{name}.py`" in title}
