@@ -1,4 +1,4 @@
-"""Try the three scripts with tiny random models of many architectures, and write down what each can do.
+"""Try ippo_llm, iac_llm and ppo_llm with tiny random models of many architectures, and write down what each can do.
 
 python -m benchmark.architectures                     all of them; prints the table of docs/architectures.md
 python -m benchmark.architectures llama mamba         these
