@@ -117,6 +117,7 @@ def test_pictures_are_of_groups_that_are_run():
         for kind in ("", " in short", " in time", " commands", " over tasks")
     }
     assert {"main", "comlrl"} <= marks
+    assert re.findall(r"<!-- (.*?) -->\n", (ROOT / "README.md").read_text()) == ["main in short", "end"]
 
 
 def test_how_soon_a_peers_reward_is_reached():
