@@ -45,8 +45,8 @@ SETTINGS = {  # name: turns, what pays
     "4 turns, the last pays": (4, "last-kept"),
 }
 CHOSEN_ON = ("2 turns, each pays", "2 turns, the last pays")
-RATES = ("1e-3", "2e-3", "4e-3")  # of actors; critics have twice that
-SAMPLES = {"full": 8192, "quick": 128}  # joint samples that a run scores
+RATES = ("5e-4", "1e-3", "2e-3")  # of actors; critics have twice that
+SAMPLES = {"full": 6144, "quick": 128}  # joint samples that a run scores
 UPDATE = 64  # joint samples of an update, which is two optimiser steps
 
 
