@@ -46,7 +46,7 @@ SETTINGS = {  # name: turns, what pays
 }
 CHOSEN_ON = ("2 turns, each pays", "2 turns, the last pays")
 RATES = ("5e-4", "1e-3", "2e-3")  # of actors; critics have twice that
-SAMPLES = {"full": 6144, "quick": 128}  # joint samples that a run scores
+SAMPLES = {"full": 4096, "quick": 128}  # joint samples that a run scores
 UPDATE = 64  # joint samples of an update, which is two optimiser steps
 
 
