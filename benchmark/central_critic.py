@@ -31,8 +31,8 @@ from utils.tasks import build
 HERE = Path(__file__).resolve().parent
 GENERATIONS = 2  # of MAGRPO
 METHODS = {
-    "IAC": "python iac_llm.py --use-separate-critic",
-    "IPPO": "python ippo_llm.py --use-separate-critic",
+    "IAC": "python iac_llm.py --use-separate-critic --value-clip-range None",  # MAAC's critic has a plain loss too
+    "IPPO": "python ippo_llm.py --use-separate-critic --value-clip-range None",
     "MAAC": "python maac_llm.py",
     "MAGRPO": f"python magrpo_llm.py --num-generations {GENERATIONS}",
 }
