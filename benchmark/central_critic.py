@@ -1,12 +1,16 @@
 """Does a central critic help a team, and when? IAC, IPPO, MAAC and MAGRPO on the task build, and the page of it.
 
-    python -m benchmark.central_critic --workers 2                                   a night on two cores
+    python -m benchmark.central_critic --workers 2                                   two to three hours on two cores
     python -m benchmark.central_critic --size quick --output-dir runs/central        its short form, in a minute
 
-Every method scores as many joint samples (a team's answers of one turn). First each has its learning rate chosen, on
-two turns and other seeds; then all play each setting. Runs are made in <output-dir>/runs, one thread each, what is
-kept of them in <output-dir>/results, and runs that are kept are not made again: the command may be stopped and given
-again. Tables are put into central_critic.md, pictures beside it.
+Every method scores as many joint samples (a team's answers of one turn), about 64 in an update, whatever the number of
+turns. First each has its learning rate chosen, on two turns and other seeds; then all play each setting. Runs are made
+in <output-dir>/runs, one thread each, what is kept of them in <output-dir>/results, and runs that are kept are not made
+again: the command may be stopped and given again. Tables are put into central_critic.md, pictures beside it.
+
+The agents are copies of central/model, 0.14 million parameters, made like the embedded model but for its size:
+
+    python -m utils.make_tiny_lm --layers 2 --heads 2 --out benchmark/central/model
 """
 
 import shlex
@@ -27,12 +31,12 @@ from utils.tasks import build
 HERE = Path(__file__).resolve().parent
 GENERATIONS = 2  # of MAGRPO
 METHODS = {
-    "IAC": "python iac_llm.py --use-separate-critic",
-    "IPPO": "python ippo_llm.py --use-separate-critic",
+    "IAC": "python iac_llm.py --use-separate-critic --value-clip-range None",  # MAAC's critic has a plain loss too
+    "IPPO": "python ippo_llm.py --use-separate-critic --value-clip-range None",
     "MAAC": "python maac_llm.py",
     "MAGRPO": f"python magrpo_llm.py --num-generations {GENERATIONS}",
 }
-SAME = "--task build --max-new-tokens 4 --rollout-buffer-size 32 --mini-batch-size 16 --eval-interval 1000"
+SAME = "--model benchmark/central/model --kl-coef 0 --task build --max-new-tokens 4 --eval-interval 1000"
 SETTINGS = {  # name: turns, what pays
     "1 turn": (1, "every-kept"),
     "2 turns, each pays": (2, "every-kept"),
@@ -41,8 +45,9 @@ SETTINGS = {  # name: turns, what pays
     "4 turns, the last pays": (4, "last-kept"),
 }
 CHOSEN_ON = ("2 turns, each pays", "2 turns, the last pays")
-RATES = ("2.5e-4", "5e-4", "1e-3", "2e-3")  # of actors; critics have twice that
-SAMPLES = {"full": 8192, "quick": 128}  # joint samples that a run scores
+RATES = ("5e-4", "1e-3", "2e-3")  # of actors; critics have twice that
+SAMPLES = {"full": 4096, "quick": 128}  # joint samples that a run scores
+UPDATE = 64  # joint samples of an update, which is two optimiser steps
 
 
 # --- What is run ------------------------------------------------------------------------------------------------------
@@ -58,8 +63,12 @@ def scored(method, num_turns):
 def job_of(method, setting, rate, seed, folder, size):
     """A run in <folder>/<method>/<setting>__<seed>."""
     num_turns, variant = SETTINGS[setting]
+    samples = scored(method, num_turns)
+    tree = GENERATIONS**num_turns if method == "MAGRPO" else 1  # episodes that come together
+    episodes = tree * round(UPDATE / samples / tree)
     words = f"{METHODS[method]} {SAME} --num-turns {num_turns} --dataset {variant} --seed {seed}"
-    words += f" --max-steps {round(SAMPLES[size] / scored(method, num_turns))} --actor-learning-rate {rate}"
+    words += f" --rollout-buffer-size {episodes} --mini-batch-size {episodes // 2}"
+    words += f" --max-steps {round(SAMPLES[size] / samples)} --actor-learning-rate {rate}"
     if method != "MAGRPO":
         words += f" --critic-learning-rate {2 * float(rate):g}"
     name = setting.replace(",", "").replace(" ", "_")

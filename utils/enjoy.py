@@ -422,8 +422,9 @@ def turns(team, agent):
 
 
 def facts(item):
-    """What an item holds, as pairs of texts."""
-    return [(str(k), str(v)) for k, v in item.items()] if isinstance(item, dict) else [("item", str(item))]
+    """What an item holds, as pairs of texts; numbers of six digits."""
+    values = item if isinstance(item, dict) else {"item": item}
+    return [(str(name), f"{x:.6g}" if isinstance(x, float) else str(x)) for name, x in values.items()]
 
 
 def as_text(samples, width=None):

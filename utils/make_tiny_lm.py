@@ -33,6 +33,8 @@ class TinyArgs:
     out: str = str(Path(__file__).parent / "tiny_lm")  # the folder to write
     steps: PositiveInt = 1500  # optimiser steps
     seed: NonNegativeInt = 1  # seed of text, weights and order
+    layers: PositiveInt = 3  # layers of the model
+    heads: PositiveInt = 5  # heads of a layer's attention, each of 32 units
 
 
 @flags
@@ -142,10 +144,10 @@ def main(args):
     tokenizer = make_tokenizer((message["content"] for chat in text for message in chat), vocab_size=768)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=160,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=5,
+        hidden_size=32 * args.heads,
+        intermediate_size=384 * args.heads // 5,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
