@@ -366,7 +366,7 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
         adapters.shard_base(model)
     if args.gradient_checkpointing:
         adapters.checkpoint_gradients(model)
-    model.merges = args.merge_adapters and adapters.can_merge(model, args)
+    model.mergeable = adapters.mergeable_layers(model, args)
     if args.torch_compiler:
         base.base_model.compile(mode=args.torch_compiler, dynamic=True)
     if args.use_vllm:

@@ -8,6 +8,7 @@ import torch
 from helpers import TINY_IDS, make_ppo_args, make_team, randomise_adapters, tiny_base
 
 import ppo_llm
+from benchmark import architectures
 from utils import adapters
 from utils.rollouts import Rows
 
@@ -88,11 +89,24 @@ APART = {
 def test_where_a_sum_is_not_right_adapters_stay_apart(base, tokenizer, case):
     change, flags = APART[case]
     model = make_team(change(copy.deepcopy(base)), tokenizer, **flags)[0].model
-    assert not model.merges
+    assert not model.mergeable
     calls = calls_of_adapters(model)
     with torch.no_grad(), adapters.merged(model, "agent_0_actor"):
         adapters.forward(model, "agent_0_actor", input_ids=TINY_IDS)
     assert calls
+
+
+def test_an_adapter_that_has_no_effect_apart_has_none_merged(tokenizer, tmp_path):
+    """Falcon-Mamba reads the weight of dt_proj by itself."""
+    base = architectures.save_model("falcon_mamba", tmp_path)
+    model = randomise_adapters(make_team(base, tokenizer)[0].model)
+    missing = [layer for layer in adapters.lora_layers(model) if layer not in model.mergeable]
+    assert len(missing) == 2 and all("dt_proj" in name for name, x in model.named_modules() if x in missing)
+    with torch.no_grad():
+        apart = adapters.forward(model, "agent_0_actor", input_ids=TINY_IDS).logits
+        with adapters.merged(model, "agent_0_actor"):
+            logits = adapters.forward(model, "agent_0_actor", input_ids=TINY_IDS).logits
+    torch.testing.assert_close(logits, apart, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("in_tmp_path")
