@@ -457,7 +457,7 @@ def play(agents, task, items, args, generator, num_generations=1, phase=lambda n
                 good_enough = threshold is not None and team_reward > threshold
                 if good_enough or turn + 1 == args.num_turns:
                     continue
-                next_prompts = episodes.external_transition(k)
+                next_prompts = episodes.external_transition(k, num_paths)
                 if next_prompts is not None:
                     episodes.add_prompts(k, next_prompts)
                     running.append(k)
