@@ -17,6 +17,7 @@ from utils import causal_lm, enjoy
 from utils.models import from_pretrained
 
 UNPADDED = {"minimax", "recurrent_gemma", "rwkv"}  # that take no padding on the left, or no cache
+APART = {"glm4_moe", "deepseek_v3", "qwen3_next"}  # whose experts have adapters in one tensor, which are not merged
 
 
 FEW = ("llama", "gemma3_text", "mixtral", "qwen3_5_text", "mamba", "rwkv")  # of each kind one: the others take minutes
@@ -62,7 +63,7 @@ def test_the_first_ratio_is_one_where_adapters_are_merged_to_sample(folder):
     before = {name: x.clone() for name, x in agent.model.state_dict().items()}
     task = architectures.Task()
     rollout = ppo_llm.play([agent], task, task.train_dataset(8, 0), args, torch.Generator().manual_seed(1))[0]
-    assert agent.model.mergeable and ppo_llm.samples_exactly(agent, args)
+    assert bool(agent.model.mergeable) == (folder.name not in APART) and ppo_llm.samples_exactly(agent, args)
     assert all(torch.equal(x, before[name]) for name, x in agent.model.state_dict().items())  # the base and adapters
     log_pi = ppo_llm.forward_policy(agent.actor, rollout, args)  # with gradients, and so apart
     assert log_pi.requires_grad

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from helpers import read_metrics
 from short_runs import (
+    SCRIPTS,
     Faulty,
     assert_one_line,
     assert_resumes,
@@ -97,7 +98,7 @@ def spin(items):
         pass
 
 
-@pytest.mark.parametrize("script, hang", [("ippo", sleep), ("iac", sleep), ("ppo", sleep), ("iac", spin)])
+@pytest.mark.parametrize("script, hang", [*((script, sleep) for script in SCRIPTS), ("iac", spin)])
 def test_a_reward_function_that_hangs_ends_the_run_soon(script, hang, capsys):
     starts = []
 
@@ -156,7 +157,10 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("script, case", [*product(["iac"], NONSENSE), *product(["ippo", "ppo"], ["None", "NaN"])])
+OTHERS = [script for script in SCRIPTS if script != "iac"]
+
+
+@pytest.mark.parametrize("script, case", [*product(["iac"], NONSENSE), *product(OTHERS, ["None", "NaN"])])
 def test_nonsense_for_rewards_ends_the_run_which_can_be_resumed(undisturbed, script, case):
     nonsense, message = NONSENSE[case]
     with pytest.raises(TaskError, match=f"^reward_func {message}") as error:
