@@ -33,7 +33,7 @@ FLAGS = {"ippo": TEAM, "iac": TEAM, "maac": TEAM, "magrpo": GROUPS, "ppo": ADAPT
 LOSSES = {  # what a mini-batch begins with
     "ippo": "ippo_loss",
     "iac": "iac_loss",
-    "maac": "policy_loss",
+    "maac": "maac_loss",
     "magrpo": "magrpo_loss",
     "ppo": "ppo_loss",
 }

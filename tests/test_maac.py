@@ -155,7 +155,7 @@ def test_the_gradient_of_an_actor_is_that_of_the_dense_formula(model, tokenizer,
     (minibatches,) = maac_llm.minibatches(batches, args, seeded())
     agent, batch = team[0], minibatches[0]
     for part in batch.split(3):
-        maac_llm.policy_loss(agent, part, args)[0].backward()
+        maac_llm.maac_loss(agent, part, args)[0].backward()
     gradients = [parameter.grad.clone() for parameter in agent.actor.parameters()]
 
     agent.actor.zero_grad()
