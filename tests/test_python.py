@@ -132,6 +132,24 @@ def test_an_agent_learns_from_answers_that_are_scored_by_hand(script):
     assert gains.argmax() == 1
 
 
+@pytest.mark.parametrize("script", ["maac", "magrpo"])
+def test_a_team_without_critics_of_each_agent_learns_from_answers_that_are_scored_by_hand(script):
+    module = SCRIPTS[script]
+    args = make_args(script=module, mini_batch_size=4, num_agents=1, num_generations=4)
+    agent, *critic = module.build_agents(args, torch.device("cpu"), updates=1)
+    rollout = module.sample(agent, ["Guess it."] * 4, args, seeded())
+    rollout.rewards[:, 0] = torch.tensor([0.0, 4.0, 0.0, 0.0])
+    if script == "maac":
+        (metrics,), critic_metrics = module.learn([agent], *critic, [rollout], args, seeded())
+        assert {"value_loss", "explained_variance", "grad_norm", "skipped"} < critic_metrics.keys()
+    else:
+        metrics = module.learn(agent, rollout, args, seeded())
+    assert {"policy_loss", "entropy", "approx_kl", "kl", "grad_norm", "skipped"} < metrics.keys()
+    assert "value_loss" not in metrics and all(torch.isfinite(x) for x in metrics.values())
+    gains = ((module.compute_logprobs(agent.actor, rollout, args) - rollout.logprobs) * rollout.response_mask).sum(-1)
+    assert gains[1] > 0 and gains.argmax() == 1
+
+
 # --- Objects in place of what flags name ------------------------------------------------------------------------------
 
 
