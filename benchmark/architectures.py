@@ -28,6 +28,7 @@ from utils import adapters, causal_lm
 from utils.models import locate
 
 SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
+PRINTED = ("ippo", "iac", "ppo")  # maac and magrpo sample and learn with functions of iac and ippo; the tests try them
 TOKENIZER = "utils/tiny_lm"
 NEW_TOKENS = 6
 
@@ -307,14 +308,14 @@ def main():
         if name not in ARCHITECTURES:
             parser.error(f"{name} is none of {', '.join(ARCHITECTURES)}")
     transformers.logging.set_verbosity_error()
-    print(f"| architecture | {' | '.join(SCRIPTS)} | weights change | saved | padding |")
-    print(f"| --- |{' --- |' * len(SCRIPTS)} --- | --- | --- |")
+    print(f"| architecture | {' | '.join(PRINTED)} | weights change | saved | padding |")
+    print(f"| --- |{' --- |' * len(PRINTED)} --- | --- | --- |")
     for name in flags.names:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             model = save_model(name, f"{folder}/model")
             results = {}
-            for label, script in SCRIPTS.items():
-                results[label] = check_script(script, f"{folder}/model", f"{folder}/{label}")
+            for label in PRINTED:
+                results[label] = check_script(SCRIPTS[label], f"{folder}/model", f"{folder}/{label}")
         print(row(name, model, results), flush=True)
 
 
