@@ -1,11 +1,13 @@
 """Adapters merged into the base for passes without gradients; and rows of like length that go together."""
 
 import copy
+import shutil
 from dataclasses import dataclass
 
 import pytest
 import torch
 from helpers import TINY_IDS, make_ppo_args, make_team, randomise_adapters, tiny_base
+from short_runs import assert_same_run, train
 
 import ppo_llm
 from benchmark import architectures
@@ -129,6 +131,18 @@ def test_a_run_merges_where_there_is_no_gradient_and_leaves_the_base_as_it_was(t
     for name, x in fresh.state_dict().items():
         weight = state[name] if name in state else state[name.replace("_proj.", "_proj.base_layer.")]
         assert torch.equal(weight, x), name
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_run_that_merges_goes_on_to_the_same_bits():
+    agents, _ = train("ppo", folder="whole", save_interval=1, keep_checkpoints=9)
+    shutil.copytree("whole", "run")
+    for step in (2, 3):
+        shutil.rmtree(f"run/checkpoints/update_{step:06d}")
+    resumed, _ = train("ppo", resume="run")
+    assert all(team[0].model.mergeable for team in (agents, resumed))
+    assert all(x.any() for name, x in resumed[0].model.named_parameters() if "lora_B.agent_0_actor" in name)
+    assert_same_run("run", "whole")
 
 
 # --- Rows of like length ----------------------------------------------------------------------------------------------

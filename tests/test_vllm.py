@@ -33,7 +33,9 @@ PPO_FLAGS = EIGHT_UPDATES | {"batch_size": 4, "max_output_tokens": 4, "evaluatio
 GROUPS = TEAM_FLAGS | {"num_generations": 4, "train_size": 8}
 FLAGS = {"ippo": TEAM_FLAGS, "iac": TEAM_FLAGS, "maac": TEAM_FLAGS, "magrpo": GROUPS, "ppo": PPO_FLAGS}
 GREEDY_TEAM = {"do_sample": False, "actor_learning_rate": 1e-4, "critic_learning_rate": 1e-4, "adam_epsilon": 1e-5}
-GREEDY = dict.fromkeys(("ippo", "iac", "maac"), GREEDY_TEAM) | {"ppo": {"top_k": 1, "lr_actor": 5e-5}}
+GREEDY = dict.fromkeys(("ippo", "iac"), GREEDY_TEAM) | {"ppo": {"top_k": 1, "lr_actor": 5e-5}}
+# Where all answers are the same a mean reward of 0 teaches a team's critic nothing but rounding.
+GREEDY["maac"] = GREEDY_TEAM | {"reward_normalization": False, "advantage_normalization": False}
 # All answers of a group are the same: what they earn is compared with nothing.
 GREEDY["magrpo"] = {name: x for name, x in GREEDY_TEAM.items() if "critic" not in name} | {"advantage_mode": "raw"}
 
@@ -329,7 +331,7 @@ TWO_TEAM = f"{TWO} --mini-batch-size 4 --eval-interval 0 --no-do-sample --max-ne
 TWO_COMMANDS = {
     "ippo_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4",
     "iac_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4",
-    "maac_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4",
+    "maac_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4 --no-reward-normalization",
     "magrpo_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --num-generations 2 --advantage-mode raw",
     "ppo_llm": f"{TWO} --batch-size 4 --evaluation-interval 0 --top-k 1 --max-output-tokens 4 --lr-actor 1e-4",
 }
