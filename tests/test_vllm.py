@@ -332,7 +332,7 @@ TWO_COMMANDS = {
     "ippo_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4",
     "iac_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4",
     "maac_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4 --no-reward-normalization",
-    "magrpo_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --num-generations 2 --advantage-mode raw",
+    "magrpo_llm": f"{TWO_TEAM} --train-size 8 --actor-learning-rate 1e-4 --num-generations 2 --advantage-mode raw",
     "ppo_llm": f"{TWO} --batch-size 4 --evaluation-interval 0 --top-k 1 --max-output-tokens 4 --lr-actor 1e-4",
 }
 
@@ -343,7 +343,8 @@ def test_two_processes_have_an_engine_each(script, shard, tmp_path):
     flags = TWO_COMMANDS[script].split()
     one = tmp_path / f"one_{script.removesuffix('_llm')}"
     finish(script, *flags, "--output-dir", one)
-    finish_two(script, *flags, "--output-dir", tmp_path / "two", "--use-vllm", "--no-sampler-correction", *shard)
+    sampled = ["--use-vllm", "--no-sampler-correction"]
+    finish_two(script, *flags, "--output-dir", tmp_path / "two", *sampled, *shard, seconds=300)
     assert_same_weights(one, tmp_path / "two")
 
 
