@@ -274,7 +274,7 @@ def test_two_sharded_processes_of_other_scripts_learn_what_one_does_and_go_on_to
     if script == "magrpo_llm":  # which answers each item twice
         flags += ["--train-size", 8]
     finish(script, *flags, "--output-dir", tmp_path / "whole")
-    finish_two(script, *flags, "--shard", "--output-dir", tmp_path / "sharded")
+    finish_two(script, *flags, "--shard", "--output-dir", tmp_path / "sharded", seconds=300)
     names = sorted(path.name for path in (tmp_path / "whole/checkpoints/update_000008").iterdir() if path.is_dir())
     assert names == ["agent_0", "agent_1", *(["critic"] if script == "maac_llm" else [])]
     for name in names:
@@ -282,7 +282,7 @@ def test_two_sharded_processes_of_other_scripts_learn_what_one_does_and_go_on_to
         assert largest_difference(learned, tmp_path / f"whole/checkpoints/update_000008/{name}") < 1e-5
         assert largest_difference(learned, tmp_path / f"whole/checkpoints/update_000004/{name}") > 1e-4
     run = cut(tmp_path / "sharded", tmp_path / "run")
-    finish_two(script, "--resume", run)
+    finish_two(script, "--resume", run, seconds=300)
     assert_same(run, tmp_path / "sharded")
     assert largest_difference(run / "checkpoints", tmp_path / "sharded/checkpoints") == 0
 
