@@ -572,14 +572,14 @@ def standardise(x, mask, least=0.0):
     return (x - mean) / divisor(mean, deviation, least) * mask
 
 
-def remember_deviation(agent, advantages, mask):
-    """The deviation of an agent's advantages, or 98 % of the one before, where that is larger; the agent keeps it.
+def remember_deviation(learner, advantages, mask):
+    """The deviation of the advantages, or 98 % of the one before, where that is larger; the learner keeps it.
 
     Advantages are divided by it. Where nearly all episodes earn the same, what is left of them is the critic's noise.
     """
     deviation = float(moments(advantages, mask)[1])
-    agent.deviation = max(0.98 * agent.deviation, deviation)
-    return agent.deviation
+    learner.deviation = max(0.98 * learner.deviation, deviation)
+    return learner.deviation
 
 
 def standardise_returns(rewards, played, least):

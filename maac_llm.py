@@ -246,8 +246,8 @@ class Agent:
         self.reference = reference  # the initial policy, frozen, and shared by the agents of one model
         self.actor = copy.deepcopy(reference).requires_grad_(True)
         if args.shard:
-            sharding.shard_model(self.actor)
-        self.optimizers = build_optimizers([self.actor], args.actor_learning_rate, args)
+            sharding.shard_agent(self)
+        self.optimizers = build_optimizers(self.actor.parameters(), args.actor_learning_rate, args)
         self.schedules = [build_schedule(optimizer, updates, args) for optimizer in self.optimizers]
         self.num_skipped = 0  # gradients in a row that were not finite
         self.engine = engine.get_engine(self.actor, args, "max_new_tokens") if args.use_vllm else None
@@ -262,22 +262,21 @@ class Critic:
         self.value_head = models.ValueHead(self.critic, args)  # values begin at 0
         if args.shard:
             sharding.shard_model(self.critic)
-        self.optimizers = build_optimizers([self.value_head, self.critic], args.critic_learning_rate, args)
+        parameters = [*self.value_head.parameters(), *self.critic.parameters()]
+        self.optimizers = build_optimizers(parameters, args.critic_learning_rate, args)
         self.schedules = [build_schedule(optimizer, updates, args) for optimizer in self.optimizers]
         self.num_skipped = 0  # gradients in a row that were not finite
         self.deviation = 0.0  # that the advantages of the last rollout were divided by
 
 
-def build_optimizers(models, learning_rate, args):
-    """AdamW, one for all parameters of these models."""
-    optimizer = torch.optim.AdamW(
-        [parameter for model in models for parameter in model.parameters()],
-        lr=learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        weight_decay=args.weight_decay,
-    )
-    return [optimizer]
+def build_optimizers(parameters, learning_rate, args):
+    """AdamW."""
+    settings = {
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+    return [torch.optim.AdamW(parameters, lr=learning_rate, **settings)]
 
 
 def build_schedule(optimizer, updates, args):
@@ -296,10 +295,10 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
     agents = []
     for i in range(args.num_agents):
         agents.append(Agent(references[i], tokenizers[i], updates, args))
-    critic = Critic(references[0], tokenizers[0], updates, args)
+    agents.append(Critic(references[0], tokenizers[0], updates, args))
     if args.shard:
         sharding.shard_models(references)
-    return [*agents, critic]
+    return agents
 
 
 # --- Rollouts: every agent answers, the team is scored ----------------------------------------------------------------
@@ -535,10 +534,10 @@ def read_together(critic, rollouts, args):
     )
 
 
-def read_values(critic, read):
-    """V [B, T, 1] of what the critic reads."""
-    hidden_states = causal_lm.forward(critic.critic, **model_inputs(read), keep=1, hidden=True).hidden_states
-    return scatter(critic.value_head(hidden_states), read.played)
+def read_values(critic, rollout):
+    """V [B, T, 1], with --critic-type q V and Q [B, 2 T, 1], of what the critic reads."""
+    hidden_states = causal_lm.forward(critic.critic, **model_inputs(rollout), keep=1, hidden=True).hidden_states
+    return scatter(critic.value_head(hidden_states), rollout.played)
 
 
 def policy_and_entropy(agent, rollout, args):
@@ -569,9 +568,9 @@ def compute_logprobs(policy, rollout, args):
 
 
 @torch.no_grad()
-def compute_values(critic, read, args):
-    """V [B, T, 1] before the update."""
-    return read.map(lambda part: read_values(critic, part), forward_size(args))
+def compute_values(critic, rollout, args):
+    """V, or V and Q, before the update."""
+    return rollout.map(lambda part: read_values(critic, part), forward_size(args))
 
 
 def moments(x, mask):
@@ -594,14 +593,14 @@ def standardise(x, mask, least=0.0):
     return (x - mean) / divisor(mean, deviation, least) * mask
 
 
-def remember_deviation(critic, advantages, mask):
-    """The deviation of the advantages, or 98 % of the one before, where that is larger; the critic keeps it.
+def remember_deviation(learner, advantages, mask):
+    """The deviation of the advantages, or 98 % of the one before, where that is larger; the learner keeps it.
 
     Advantages are divided by it. Where nearly all episodes earn the same, what is left of them is the critic's noise.
     """
     deviation = float(moments(advantages, mask)[1])
-    critic.deviation = max(0.98 * critic.deviation, deviation)
-    return critic.deviation
+    learner.deviation = max(0.98 * learner.deviation, deviation)
+    return learner.deviation
 
 
 def standardise_returns(rewards, played, least):
@@ -616,14 +615,14 @@ def standardise_returns(rewards, played, least):
 
 def joint_rewards(batches, args):
     """[B, T, 1]: the mean of the agents' rewards of a turn, less kl_coef (log pi - log pi_ref) of all its tokens."""
-    turn_rewards = sum(batch.rewards for batch in batches) / args.num_agents
+    rewards = sum(batch.rewards for batch in batches) / args.num_agents
     if args.reward_normalization:
-        turn_rewards = standardise_returns(turn_rewards, batches[0].played.float(), args.reward_norm_eps)
-    rewards = turn_rewards[..., None]
+        rewards = standardise_returns(rewards, batches[0].played.float(), args.reward_norm_eps)
     for batch in batches:
         if batch.reference_logprobs is not None:
-            rewards = rewards - args.kl_coef * sum_over_tokens(batch.logprobs - batch.reference_logprobs, batch)
-    return rewards
+            kl = (batch.logprobs - batch.reference_logprobs) * batch.response_mask
+            rewards = rewards - args.kl_coef * kl.sum(-1)
+    return rewards[..., None]
 
 
 def sampler_weights(rollout, args):
@@ -633,15 +632,10 @@ def sampler_weights(rollout, args):
     return torch.ones_like(rollout.logprobs)
 
 
-def sum_over_tokens(x, rollout):
-    """Log-probabilities of tokens, [B, T, L], as those of responses, [B, T, 1]."""
-    return (x * rollout.response_mask).sum(-1, keepdim=True)
-
-
 def td_error(rewards, values, mask, gamma):
-    """Temporal-difference errors along an episode's turns: A_t = delta_t = r_t + gamma V_{t+1} - V_t.
+    """Temporal-difference errors along chains of actions: A_t = delta_t = r_t + gamma V_{t+1} - V_t.
 
-    V = 0 after the last turn. All are [B, T, 1]; turns with mask 0 are skipped. Returns (advantages, returns), with
+    V = 0 after the last action. All are [B, T, 1]; turns with mask 0 are skipped. Returns (advantages, returns), with
     returns = r_t + gamma V_{t+1} the critic's targets; 0 where the mask is 0.
     """
     returns = torch.zeros_like(values)
@@ -687,7 +681,7 @@ def minibatches(batches, args, generator):
         yield joint
 
 
-def policy_loss(agent, part, args):
+def maac_loss(agent, part, args):
     """A micro-batch's share of the mini-batch's loss and of its metrics: sums, divided by the mini-batch's counts."""
     mask = part.response_mask
     logprobs, entropy = policy_and_entropy(agent, part, args)
@@ -695,7 +689,7 @@ def policy_loss(agent, part, args):
     log_ratio = (logprobs - part.logprobs).detach()
     approx_kl = ((log_ratio.exp() - 1 - log_ratio) * mask).sum() / part.num_tokens
 
-    action_logprobs = sum_over_tokens(part.weights * logprobs, part)
+    action_logprobs = (part.weights * logprobs * mask).sum(-1, keepdim=True)
     policy_loss = -(action_logprobs * part.advantages * part.action_mask).sum() / part.num_actions
 
     loss = policy_loss - args.entropy_coef * entropy
@@ -746,23 +740,29 @@ def learn(agents, critic, rollouts, args, generator):
     over them: each reference's if --kl-coef is above 0, and the critic's; then, in each epoch, the actors' and the
     critic's, with gradients. Where vLLM sampled, the actors' too at first, for their log-probabilities.
     """
+    mask = rollouts[0].played[..., None].float()  # of all agents
     batches = []
     for agent, rollout in zip(agents, rollouts):
         if args.use_vllm:  # whose log-probabilities differ from the actor's by rounding
             rollout = replace(rollout, logprobs=compute_logprobs(agent.actor, rollout, args))
         reference_logprobs = compute_logprobs(agent.reference, rollout, args) if args.kl_coef > 0 else None
-        mask = rollout.played[..., None].float()
-        weights = sampler_weights(rollout, args)
-        batches.append(Batch(**vars(rollout), action_mask=mask, reference_logprobs=reference_logprobs, weights=weights))
+        batch = Batch(
+            **vars(rollout),
+            reference_logprobs=reference_logprobs,
+            action_mask=mask,
+            weights=sampler_weights(rollout, args),
+        )
+        batches.append(batch)
     rewards = joint_rewards(batches, args)
-    read = read_together(critic, rollouts, args)
-    values = compute_values(critic, read, args)
+    joint_rollout = read_together(critic, rollouts, args)
+    values = compute_values(critic, joint_rollout, args)
     advantages, returns = estimate(rewards, values, mask, args)
     if args.advantage_normalization:
         advantages = standardise(advantages, mask, remember_deviation(critic, advantages, mask))
     for batch in batches:
         batch.advantages = advantages
-    batches.append(Batch(**vars(read), action_mask=read.response_mask, old_values=values, returns=returns))
+    joint_mask = joint_rollout.response_mask
+    batches.append(Batch(**vars(joint_rollout), old_values=values, returns=returns, action_mask=joint_mask))
 
     learners = [*agents, critic]
     losses = [[] for _ in learners]
@@ -770,8 +770,9 @@ def learn(agents, critic, rollouts, args, generator):
     for _ in range(args.ac_epochs):
         for joint in minibatches(batches, args, generator):
             for k, learner in enumerate(learners):
+                loss_function = value_loss if learner is critic else maac_loss
                 for part in joint[k].split(forward_size(args)):
-                    loss, metrics = (value_loss if learner is critic else policy_loss)(learner, part, args)
+                    loss, metrics = loss_function(learner, part, args)
                     loss.backward()  # gradients of micro-batches add up
                     losses[k].append(metrics)
                 steps[k].append(optimizer_step(learner, args))
@@ -826,9 +827,10 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     )
 
     set_seed(args.seed)
-    *agents, critic = build_agents(args, device, run.num_updates, model, tokenizer)
+    team = build_agents(args, device, run.num_updates, model, tokenizer)
+    *agents, critic = team
     generator = distributed.generator(args.seed, device)
-    with run.start([*agents, critic], generator):  # which resumes (--resume), and saves however it ends
+    with run.start(team, generator):  # which resumes (--resume), and saves however it ends
         if held_out_items and run.step == 0 and args.eval_interval:
             run.phase("evaluate")
             run.untrained = evaluate(agents, task, held_out_items, args)
@@ -848,7 +850,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
                 held_out = evaluate(agents, task, held_out_items, args)
             extra_metrics = tasks.extra_metrics(task, rollouts) | by_critic(critic_metrics)
             run.log(items, rollouts, metrics, extra_metrics, held_out)
-    return [*agents, critic], run
+    return team, run
 
 
 if __name__ == "__main__":

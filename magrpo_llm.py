@@ -97,7 +97,7 @@ class AlgorithmArgs:
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount factor
     kl_coef: NonNegativeFloat = 0.03  # each token's reward is less kl_coef * (log pi - log pi of the initial model)
     # what a sample's return is less: the group's mean, the mean of the others, the best of the group, nothing
-    advantage_mode: Literal["mean", "rloo", "max", "raw"] = "mean"
+    advantage_mode: Literal["mean", "rloo", "max", "raw"] = not_with("advantage_normalization", default="mean")
     # standardise a group's advantages; then all modes are the same
     advantage_normalization: bool = False
     entropy_coef: NonNegativeFloat = 0.0  # beta, the weight of the entropy bonus
@@ -450,14 +450,14 @@ def play(agents, task, items, args, generator, num_generations=1, phase=lambda n
             rows.append([k + j for k in running for j in range(num_paths)])
             turns.append([rollout.select(copies) for rollout in rollouts])
 
-            samples = running
+            answered = running
             running = []
-            for k, agent_rewards in zip(samples, zip(*raw_rewards)):
+            for k, agent_rewards in zip(answered, zip(*raw_rewards)):
                 team_reward = sum(agent_rewards) / args.num_agents  # as reward_func gave it
                 good_enough = threshold is not None and team_reward > threshold
                 if good_enough or turn + 1 == args.num_turns:
                     continue
-                next_prompts = episodes.external_transition(k)
+                next_prompts = episodes.external_transition(k, num_paths)
                 if next_prompts is not None:
                     episodes.add_prompts(k, next_prompts)
                     running.append(k)

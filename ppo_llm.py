@@ -366,7 +366,7 @@ def build_agents(args, device, updates, model=None, tokenizer=None):
         adapters.shard_base(model)
     if args.gradient_checkpointing:
         adapters.checkpoint_gradients(model)
-    model.merges = args.merge_adapters and adapters.can_merge(model, args)
+    model.mergeable = adapters.mergeable_layers(model, args)
     if args.torch_compiler:
         base.base_model.compile(mode=args.torch_compiler, dynamic=True)
     if args.use_vllm:
@@ -773,14 +773,14 @@ def standardise(x, mask, least=0.0):
     return (x - mean) / divisor(mean, deviation, least) * mask
 
 
-def remember_deviation(agent, advantages, mask):
-    """The deviation of an agent's advantages, or 98 % of the one before, where that is larger; the agent keeps it.
+def remember_deviation(learner, advantages, mask):
+    """The deviation of the advantages, or 98 % of the one before, where that is larger; the learner keeps it.
 
     Advantages are divided by it. Where nearly all episodes earn the same, what is left of them is the critic's noise.
     """
     deviation = float(moments(advantages, mask)[1])
-    agent.deviation = max(0.98 * agent.deviation, deviation)
-    return agent.deviation
+    learner.deviation = max(0.98 * learner.deviation, deviation)
+    return learner.deviation
 
 
 def earn_the_same(rewards, played):

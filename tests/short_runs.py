@@ -27,12 +27,13 @@ ADAPTERS = SMALL | {"batch_size": 4, "update_epochs": 1, "max_output_tokens": 3,
 ADAPTERS |= {"lora_rank": 4, "lora_alpha": 8.0}
 IN_ENV = {"num_agents": 1, "env": "made_up:Env", "max_turns": 2}  # other flags of ppo, to play in an environment
 GROUPS = TEAM | {"num_generations": 4, "train_size": 3}  # items, of which each is answered four times
+FOUR_ITEMS = {"magrpo": {"rollout_buffer_size": 16, "train_size": 48}}  # so that an update has as many as the others'
 SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
 FLAGS = {"ippo": TEAM, "iac": TEAM, "maac": TEAM, "magrpo": GROUPS, "ppo": ADAPTERS}
 LOSSES = {  # what a mini-batch begins with
     "ippo": "ippo_loss",
     "iac": "iac_loss",
-    "maac": "policy_loss",
+    "maac": "maac_loss",
     "magrpo": "magrpo_loss",
     "ppo": "ppo_loss",
 }
@@ -40,10 +41,6 @@ LOSSES = {  # what a mini-batch begins with
 # In short, iac is left to the slow tests: it has most of its functions from ippo, to the letter.
 every_script = pytest.mark.parametrize(
     "script", ["ippo", pytest.param("iac", marks=pytest.mark.slow), "maac", "magrpo", "ppo"]
-)
-
-most_scripts = pytest.mark.parametrize(  # where a test counts items: magrpo_llm answers each four times
-    "script", ["ippo", pytest.param("iac", marks=pytest.mark.slow), "maac", "ppo"]
 )
 
 

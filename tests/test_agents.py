@@ -9,6 +9,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaMode
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import utils.run
 from utils.cli import UserError
 from utils.distributed import start
@@ -36,12 +38,17 @@ def make_critic(folder, vocab_size):
     return str(folder)
 
 
-@SCRIPTS
-@pytest.mark.parametrize("num_agents", [1, 3, 8])
+TEAMS = [(ippo_llm, 1), (ippo_llm, 3), (ippo_llm, 8), (maac_llm, 3), (magrpo_llm, 1)]
+OTHER_TEAMS = [(iac_llm, 1), (iac_llm, 8), (maac_llm, 1), (maac_llm, 8), (magrpo_llm, 3), (magrpo_llm, 8)]
+
+
+@pytest.mark.parametrize(
+    "script, num_agents", [*TEAMS, *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHER_TEAMS)]
+)
 def test_teams_from_one_to_eight(tmp_path, script, num_agents):
     agents, _ = script.main(short_args(tmp_path, script, num_agents=num_agents))
     names = [f"agent_{i}" for i in range(num_agents)]
-    assert len(agents) == num_agents
+    assert len(agents) == num_agents + (script is maac_llm)  # and a critic
     assert sorted(path.name for path in (tmp_path / "run").glob("agent_*")) == names
     row = read_metrics(tmp_path / "run")[0]
     assert [name for name in names if f"{name}/policy_loss" in row] == names
@@ -101,7 +108,18 @@ def test_models_are_one_for_all_or_one_each(tmp_path, names, num_agents):
 # --- Tokenizers -------------------------------------------------------------------------------------------------------
 
 
-@SCRIPTS
+@pytest.mark.parametrize("script", [maac_llm, magrpo_llm])
+def test_agents_without_critics_of_their_own_may_have_models_of_their_own(tmp_path, tokenizer, script):
+    other = make_model(tmp_path / "other", tokenizer)
+    agents, _ = script.main(short_args(tmp_path, script, model=("utils/tiny_lm", other)))
+    assert [agent.actor.config.hidden_size for agent in agents[:2]] == [160, 32]
+    assert [critic.critic.config.hidden_size for critic in agents[2:]] == [160] * (script is maac_llm)
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "run/agent_1").config.hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    "script", [ippo_llm, *(pytest.param(x, marks=pytest.mark.slow) for x in (iac_llm, magrpo_llm)), maac_llm]
+)
 def test_a_tokenizer_without_a_padding_token_gets_one_in_a_copy(tmp_path, tokenizer, model, script):
     without = copy.deepcopy(tokenizer)
     without.pad_token = None

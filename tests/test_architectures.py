@@ -1,11 +1,13 @@
 """Every causal language model is an agent: what a script samples with is what each sequence has alone."""
 
+import dataclasses
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import randomise_adapters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_llm
@@ -15,9 +17,24 @@ from utils import causal_lm, enjoy
 from utils.models import from_pretrained
 
 UNPADDED = {"minimax", "recurrent_gemma", "rwkv"}  # that take no padding on the left, or no cache
+APART = {"glm4_moe", "deepseek_v3", "qwen3_next"}  # whose experts have adapters in one tensor, which are not merged
 
 
-@pytest.fixture(scope="module", params=architectures.ARCHITECTURES)
+FEW = ("llama", "gemma3_text", "mixtral", "qwen3_5_text", "mamba", "rwkv")  # of each kind one: the others take minutes
+
+
+def cases():
+    """Scripts and architectures; iac computes as ippo with a critic does."""
+    for name in architectures.ARCHITECTURES:
+        for label in architectures.SCRIPTS:
+            marks = [] if name in FEW and label != "iac" else [pytest.mark.slow]
+            yield pytest.param(label, name, marks=marks)
+
+
+ALL = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in architectures.ARCHITECTURES]
+
+
+@pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
     """A folder of a random model; its name is the architecture's."""
     path = tmp_path_factory.mktemp("models") / request.param
@@ -25,10 +42,7 @@ def folder(request, tmp_path_factory):
     return path
 
 
-LABELS = ["ippo", pytest.param("iac", marks=pytest.mark.slow), "ppo"]  # iac computes as ippo with a critic does
-
-
-@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("label, folder", cases(), indirect=["folder"])
 def test_a_script_trains_an_architecture(label, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)  # takes longer than all the rest
     result = architectures.check_script(architectures.SCRIPTS[label], str(folder), str(tmp_path / "run"))
@@ -38,6 +52,27 @@ def test_a_script_trains_an_architecture(label, folder, tmp_path, monkeypatch):
     assert result["change"] > 1e-5
     assert result["saved"] < 1e-5
     assert result["recomputes"] == (folder.name in UNPADDED)
+
+
+@pytest.mark.parametrize("folder", ALL, indirect=True)
+def test_the_first_ratio_is_one_where_adapters_are_merged_to_sample(folder):
+    args = architectures.make_args(ppo_llm, str(folder), None)
+    args = ppo_llm.resolve_args(dataclasses.replace(args, task="tldr"))
+    (agent,) = ppo_llm.build_agents(args, torch.device("cpu"), updates=1)
+    randomise_adapters(agent.model)
+    before = {name: x.clone() for name, x in agent.model.state_dict().items()}
+    task = architectures.Task()
+    rollout = ppo_llm.play([agent], task, task.train_dataset(8, 0), args, torch.Generator().manual_seed(1))[0]
+    assert bool(agent.model.mergeable) == (folder.name not in APART) and ppo_llm.samples_exactly(agent, args)
+    assert all(torch.equal(x, before[name]) for name, x in agent.model.state_dict().items())  # the base and adapters
+    log_pi = ppo_llm.forward_policy(agent.actor, rollout, args)  # with gradients, and so apart
+    assert log_pi.requires_grad
+    ratio = (ppo_llm.take_logprobs(log_pi, rollout.response_ids) - rollout.logprobs).exp()
+    largest = float(((ratio - 1) * rollout.response_mask).abs().max())
+    print(f"{folder.name}: |ratio - 1| is at most {largest:.1e}")
+    assert largest < 1e-5
+    change = ppo_llm.compute_logprobs(agent.reference, rollout, args) - rollout.logprobs
+    assert float((change * rollout.response_mask).abs().max()) > 0.01  # adapters matter
 
 
 def test_the_page_has_all_of_them():

@@ -80,7 +80,7 @@ def test_a_model_attends_in_float32_and_multiplies_in_bfloat16(model, monkeypatc
 
 
 IMPORTED = """
-import ippo_llm, iac_llm, ppo_llm
+import ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

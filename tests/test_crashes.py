@@ -19,7 +19,7 @@ from utils import checkpoint
 
 CRASHED = 99  # the exit code of a process that `crash_at` ended
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree", "shutil.move"}
-CASES = ["ippo head 1 number", "ppo guess"]
+CASES = ["ippo head 1 number", "ppo guess", pytest.param("maac 2 number", marks=pytest.mark.slow)]
 
 
 def crash_at(k):

@@ -1,6 +1,7 @@
 """No damage to a checkpoint goes unseen, an earlier one stands in for it, and no pickle is ever read."""
 
 import json
+import os
 import pickle
 import random
 import shutil
@@ -124,6 +125,16 @@ FILES = {
         "critic/model.safetensors",
         "critic/config.json",
     ],
+    "maac 2 number": [
+        "model.safetensors",
+        "optimizer_0.safetensors",
+        "../critic/model.safetensors",
+        "../critic/value_head.safetensors",
+        "../critic/optimizer_0.safetensors",
+        "../critic/optimizer_0.json",
+        "../critic/base.json",
+        "../critic/config.json",
+    ],
     "ppo guess": [
         "actor/adapter_model.safetensors",
         "critic/adapter_config.json",
@@ -134,7 +145,7 @@ FILES = {
         "base.json",
     ],
 }
-PLACES = [(case, f"agent_0/{file}") for case, files in FILES.items() for file in files]
+PLACES = [(case, os.path.normpath(f"agent_0/{file}")) for case, files in FILES.items() for file in files]
 PLACES += [(case, "state.json") for case in FILES]
 
 

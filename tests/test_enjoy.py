@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, set_seed
 
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import ppo_llm
 from utils import enjoy
 from utils.cli import TaskError, UserError, command_line, parse
@@ -209,12 +211,15 @@ def test_several_turns_are_played_and_scored(tmp_path):
 
 ADAPTERS = {"max_turns": 3, "lr_actor": 1e-3}
 ON_NUMBER = ADAPTERS | {"task": "number", "num_agents": 2, "max_output_tokens": 4}
+IN_FULL = {"task": "number", "num_turns": 3, "max_new_tokens": 4}
 MATCHES = {  # script, what is played, flags, turns of the longest episode
     "task on adapters": (ppo_llm, number, ON_NUMBER, 3),
     "task, little room": (ppo_llm, number, ON_NUMBER | {"max_model_len": 38}, 2),
     "task, threshold": (ppo_llm, number, ON_NUMBER | {"early_termination_threshold": 0.5}, 2),
     "environment": (ppo_llm, Env, ADAPTERS, 3),
-    "task in full": (ippo_llm, number, {"task": "number", "num_turns": 3, "max_new_tokens": 4}, 3),
+    "task in full": (ippo_llm, number, IN_FULL, 3),
+    "with a central critic": (maac_llm, number, IN_FULL, 3),
+    "after trees": (magrpo_llm, number, IN_FULL | {"num_generations": 2}, 3),
 }
 
 
@@ -227,7 +232,7 @@ def test_greedy_play_is_that_of_the_script(tmp_path, case):
     if script is ppo_llm:
         rollouts = script.play(agents, subject, items, run.args, generator=None, greedy=True)
     else:
-        rollouts = script.play(agents, subject, items, replace(run.args, do_sample=False), generator=None)
+        rollouts = script.play(agents[:2], subject, items, replace(run.args, do_sample=False), generator=None)
     for agent, rollout in enumerate(rollouts):
         assert [sample["trained"]["completions"][agent] for sample in samples] == rollout.responses
         for sample, rewards in zip(samples, rollout.raw_rewards.tolist(), strict=True):

@@ -261,7 +261,7 @@ TABLE = {
     "merge_adapters": (
         False,
         {},
-        both(becomes(lambda seen: seen.agents[0].model.merges, False), same_but_for_rounding),
+        both(becomes(lambda seen: seen.agents[0].model.mergeable, []), same_but_for_rounding),
     ),
     "use_separate_reference_adapter": (  # the base, from which the stage is far
         False,

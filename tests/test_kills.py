@@ -175,7 +175,13 @@ def test_a_second_signal_ends_a_run_at_once(number, waiting, whole, tmp_path):
 
 # --- In the midst of learning -----------------------------------------------------------------------------------------
 
-STEPS = {"ippo critic 2 tldr": 4, "iac head 1 number": 2, "ppo 2 number": 8}  # of optimisers in an update, all agents'
+STEPS = {  # of optimisers in an update, all agents' and, the last of a joint mini-batch, a central critic's
+    "ippo critic 2 tldr": 4,
+    "iac head 1 number": 2,
+    "maac 2 number": 6,
+    "magrpo 2 number": 8,
+    "ppo 2 number": 8,
+}
 
 
 def wait_while_learning(name, call, obstacle):
@@ -194,7 +200,7 @@ def wait_while_learning(name, call, obstacle):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("case", STEPS)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * ("magrpo" in c)) for c in STEPS])
 def test_a_run_that_is_stopped_while_it_learns_gives_the_same_bits(case, number, small_model, whole, tmp_path):
     """At the last step of an optimiser in the third update: all others of it are made."""
     name, flags = command(case, small_model)

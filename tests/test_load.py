@@ -21,6 +21,8 @@ RUNS = {  # a script, and flags of a run
     "heads": ("ippo", {}),
     "critics": ("ippo", {"use_separate_critic": True}),
     "iac": ("iac", {}),
+    "a central critic": ("maac", {"critic_value_head_hidden_dim": 5}),
+    "trees": ("magrpo", {}),
     "adapters": ("ppo", {}),
     "a configuration": ("ppo", {"lora_rank": 16, "lora_alpha": 32.0, "lora_config": peft.LoraConfig(r=3)}),
 }

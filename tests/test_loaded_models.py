@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from helpers import build_model
-from short_runs import ADAPTERS, TEAM
+from short_runs import ADAPTERS, FLAGS, SCRIPTS, TEAM, every_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ippo_llm
@@ -48,18 +48,20 @@ def test_adapters_of_a_loaded_model_open_in_peft_and_merge(folder, tmp_path):
         torch.testing.assert_close(opened(ids).logits, merged(ids).logits)
 
 
-@pytest.mark.parametrize("script, flags", [(ippo_llm, TEAM), (ppo_llm, ADAPTERS)])
-def test_a_loaded_model_without_a_name_takes_its_tokenizer_too(script, flags, tokenizer, tmp_path):
-    args = script.Args(**flags, task="number", output_dir=str(tmp_path / "run"))
+@every_script
+def test_a_loaded_model_without_a_name_takes_its_tokenizer_too(script, tokenizer, tmp_path):
+    module = SCRIPTS[script]
+    args = module.Args(**FLAGS[script], task="number", output_dir=str(tmp_path / "run"))
     with pytest.raises(UserError, match="^model= is of no folder or hub name, .* give tokenizer= too$"):
-        script.main(args, model=build_model(tokenizer))
+        module.main(args, model=build_model(tokenizer))
     assert not Path(args.output_dir).exists()
 
 
-@pytest.mark.parametrize("script, flags", [(ippo_llm, TEAM), (ppo_llm, ADAPTERS)])
-def test_a_loaded_model_without_a_name_has_that_of_the_flags(script, flags, tokenizer, tmp_path):
-    args = script.Args(**flags, model="some/base", task="number", output_dir=str(tmp_path / "run"))
-    _, run = script.main(args, model=build_model(tokenizer), tokenizer=tokenizer)
+@every_script
+def test_a_loaded_model_without_a_name_has_that_of_the_flags(script, tokenizer, tmp_path):
+    module = SCRIPTS[script]
+    args = module.Args(**FLAGS[script], model="some/base", task="number", output_dir=str(tmp_path / "run"))
+    _, run = module.main(args, model=build_model(tokenizer), tokenizer=tokenizer)
     assert "some/base" in json.loads((run.folder / "config.json").read_text())["args"]["model"]
 
 

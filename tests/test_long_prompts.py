@@ -8,6 +8,7 @@ from helpers import make_agent, make_args, make_ppo_agents, make_ppo_args, seede
 import iac_llm
 import ippo_llm
 import maac_llm
+import magrpo_llm
 import ppo_llm
 from utils.cli import UserError
 from utils.same import timeless
@@ -15,9 +16,11 @@ from utils.tasks import fit_prompts, lengths, prompt_limit
 from utils.tasks.lengths import PromptLimit, truncate
 
 SCRIPTS = pytest.mark.parametrize(
-    "script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm, ppo_llm]
+    "script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm, magrpo_llm, ppo_llm]
 )
-TEAM_SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm])
+TEAM_SCRIPTS = pytest.mark.parametrize(
+    "script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm, magrpo_llm]
+)
 SHORT = [{"text": "Guess it. " * (k % 3 + 1)} for k in range(16)]
 LONG = {"text": "Guess it. " * 200}
 
@@ -32,6 +35,10 @@ def train(script, folder, rows, held_out=(), task=None, **flags):
     if script is ppo_llm:
         flags = {"max_turns": 1, "max_model_len": None} | flags
         args = make_ppo_args(folder, **flags)
+    elif script is magrpo_llm:  # as many items as the others have in an update
+        paths = 2 ** flags.get("num_turns", 1)
+        size = flags.pop("rollout_buffer_size", 8) * paths
+        args = make_args(folder, script, num_generations=2, rollout_buffer_size=size, **flags)
     else:
         args = make_args(folder, script, **flags)
     return script.main(args, task or task_of(), train_dataset=rows, eval_dataset=[*held_out])[1]

@@ -146,6 +146,16 @@ def test_advantages_and_targets_are_those_of_a_loop(critic_type):
                 assert returns[k, 2 + t] == returns[k, t]
 
 
+def test_advantages_and_targets_of_q_on_two_turns_by_hand():
+    args = args_of(critic_type="q", gamma=0.5)
+    mask = torch.ones(1, 2, 1)
+    rewards = torch.tensor([[1.0, 2.0]])[..., None]
+    values = torch.tensor([[0.5, 0.25, 0.75, 4.0]])[..., None]  # V of both turns, then Q
+    advantages, returns = maac_llm.estimate(rewards, values, mask, args)
+    assert advantages.flatten().tolist() == [0.25, 3.75]  # Q - V
+    assert returns.flatten().tolist() == [3.0, 2.0, 3.0, 2.0]  # 1 + 0.5 Q of the next turn, and the last reward
+
+
 def test_the_gradient_of_an_actor_is_that_of_the_dense_formula(model, tokenizer, ends_early):
     args = args_of(entropy_coef=0.1, mini_batch_size=8)
     team = build_team(model, tokenizer, args)
@@ -155,7 +165,7 @@ def test_the_gradient_of_an_actor_is_that_of_the_dense_formula(model, tokenizer,
     (minibatches,) = maac_llm.minibatches(batches, args, seeded())
     agent, batch = team[0], minibatches[0]
     for part in batch.split(3):
-        maac_llm.policy_loss(agent, part, args)[0].backward()
+        maac_llm.maac_loss(agent, part, args)[0].backward()
     gradients = [parameter.grad.clone() for parameter in agent.actor.parameters()]
 
     agent.actor.zero_grad()

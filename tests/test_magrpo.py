@@ -263,6 +263,10 @@ def test_a_run_of_trees_learns_and_reports_its_paths(in_tmp_path):
             {"num_generations": 3},
             "--rollout-buffer-size takes a multiple of generations \\^ turns x processes, 3, got 4",
         ),
+        (
+            {"advantage_mode": "rloo", "advantage_normalization": True},
+            "--advantage-mode has no effect with --advantage-normalization",
+        ),
         ({"num_generations": 2, "num_turns": 3}, "multiple of generations \\^ turns x processes, 8, got 4"),
     ],
 )

@@ -1,13 +1,16 @@
 """Adapters merged into the base for passes without gradients; and rows of like length that go together."""
 
 import copy
+import shutil
 from dataclasses import dataclass
 
 import pytest
 import torch
 from helpers import TINY_IDS, make_ppo_args, make_team, randomise_adapters, tiny_base
+from short_runs import assert_same_run, train
 
 import ppo_llm
+from benchmark import architectures
 from utils import adapters
 from utils.rollouts import Rows
 
@@ -88,11 +91,24 @@ APART = {
 def test_where_a_sum_is_not_right_adapters_stay_apart(base, tokenizer, case):
     change, flags = APART[case]
     model = make_team(change(copy.deepcopy(base)), tokenizer, **flags)[0].model
-    assert not model.merges
+    assert not model.mergeable
     calls = calls_of_adapters(model)
     with torch.no_grad(), adapters.merged(model, "agent_0_actor"):
         adapters.forward(model, "agent_0_actor", input_ids=TINY_IDS)
     assert calls
+
+
+def test_an_adapter_that_has_no_effect_apart_has_none_merged(tokenizer, tmp_path):
+    """Falcon-Mamba reads the weight of dt_proj by itself."""
+    base = architectures.save_model("falcon_mamba", tmp_path)
+    model = randomise_adapters(make_team(base, tokenizer)[0].model)
+    missing = [layer for layer in adapters.lora_layers(model) if layer not in model.mergeable]
+    assert len(missing) == 2 and all("dt_proj" in name for name, x in model.named_modules() if x in missing)
+    with torch.no_grad():
+        apart = adapters.forward(model, "agent_0_actor", input_ids=TINY_IDS).logits
+        with adapters.merged(model, "agent_0_actor"):
+            logits = adapters.forward(model, "agent_0_actor", input_ids=TINY_IDS).logits
+    torch.testing.assert_close(logits, apart, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("in_tmp_path")
@@ -115,6 +131,18 @@ def test_a_run_merges_where_there_is_no_gradient_and_leaves_the_base_as_it_was(t
     for name, x in fresh.state_dict().items():
         weight = state[name] if name in state else state[name.replace("_proj.", "_proj.base_layer.")]
         assert torch.equal(weight, x), name
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_run_that_merges_goes_on_to_the_same_bits():
+    agents, _ = train("ppo", folder="whole", save_interval=1, keep_checkpoints=9)
+    shutil.copytree("whole", "run")
+    for step in (2, 3):
+        shutil.rmtree(f"run/checkpoints/update_{step:06d}")
+    resumed, _ = train("ppo", resume="run")
+    assert all(team[0].model.mergeable for team in (agents, resumed))
+    assert all(x.any() for name, x in resumed[0].model.named_parameters() if "lora_B.agent_0_actor" in name)
+    assert_same_run("run", "whole")
 
 
 # --- Rows of like length ----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from helpers import TINY
 
 import iac_llm
 import ippo_llm
+import maac_llm
 import magrpo_llm
 import ppo_llm
 import utils.run
@@ -16,7 +17,7 @@ from utils import models
 from utils.cli import UserError, parse
 
 SCRIPTS = pytest.mark.parametrize(
-    "script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), magrpo_llm, ppo_llm]
+    "script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm, magrpo_llm, ppo_llm]
 )
 ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 
@@ -38,7 +39,9 @@ def test_models_have_the_settings(script, tmp_path):
         model = ppo_llm.build_agents(args, "cpu", updates=1)[0].model.get_base_model()
     else:
         models.check_models("model", "model_config", args)
-        model = script.build_agents(args, "cpu", updates=1)[0].actor
+        agents = script.build_agents(args, "cpu", updates=1)
+        model = agents[0].actor
+        assert script is not maac_llm or agents[-1].critic.config.rope_parameters == ROPE  # a copy of it
     assert model.config.rope_parameters == ROPE
 
 
@@ -75,7 +78,7 @@ def test_settings_of_a_loaded_model_have_no_effect(script, loaded_model):
         script.main(script.Args(model_config={"use_cache": True}), model=loaded_model)
 
 
-@pytest.mark.parametrize("script", [ippo_llm, iac_llm])
+@pytest.mark.parametrize("script", [ippo_llm, iac_llm, maac_llm])
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -91,6 +94,8 @@ def test_settings_of_a_loaded_model_have_no_effect(script, loaded_model):
     ],
 )
 def test_settings_that_critics_and_actors_do_not_take(script, flags, message):
+    if script is maac_llm:  # which always has one
+        flags = {name: value for name, value in flags.items() if name != "use_separate_critic"}
     with pytest.raises(UserError, match=message):
         script.main(script.Args(**flags))
 

@@ -35,6 +35,19 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(monkeypatc
     assert first == second != third
 
 
+def test_a_gradient_of_a_central_critic_that_is_not_finite_changes_no_bit_of_it_and_agents_learn(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(LOSSES, "maac", "value_loss")
+        spoil_losses(patch, "maac", [2])
+        _, run = train("maac", save_interval=1, keep_checkpoints=9)
+    assert [row["critic/skipped"] for row in run.rows] == [0, 1, 0]
+    assert not any(row[f"agent_{i}/skipped"] for row in run.rows for i in range(2))
+    saved = [tensor_files(path) for path in checkpoints(Path("run/checkpoints"))]
+    first, second, third = [{name: x[name] for name in x if name.startswith("critic/")} for x in saved]
+    assert len(first) > 2 and first == second != third
+    assert saved[0]["agent_0/model.safetensors"] != saved[1]["agent_0/model.safetensors"]
+
+
 @every_script
 def test_three_gradients_running_that_are_not_finite_end_the_run(monkeypatch, script):
     spoil_losses(monkeypatch, script, [2, 4, 5, 6])  # three running, and one before

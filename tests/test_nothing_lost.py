@@ -32,7 +32,7 @@ CASE = "iac head 1 number"
 # --- Folders that are no run's ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["base", "checkpoints", "agent_7", "config.json", "samples.jsonl"])
+@pytest.mark.parametrize("name", ["base", "checkpoints", "agent_7", "critic", "config.json", "samples.jsonl"])
 def test_overwrite_replaces_nothing_that_no_run_has_left(name, small_model, tmp_path):
     if "." in name:
         (tmp_path / name).write_text("{}")
@@ -297,7 +297,8 @@ def test_what_the_main_process_refuses_ends_all_with_its_line(small_model, tmp_p
 def kept(folder):
     """The updates in the newest checkpoint that is whole, 0 where there is none, and the agents that are there."""
     _, state = checkpoint.newest_whole(folder / "checkpoints", tell=lambda text: None)
-    return state["step"] if state else 0, {path.name for path in folder.glob("agent_?") if any(path.iterdir())}
+    models = [*folder.glob("agent_?"), *folder.glob("critic")]
+    return state["step"] if state else 0, {path.name for path in models if any(path.iterdir())}
 
 
 def stop_again_and_again(case, model, folder, stops, number, processes, seed):
@@ -338,7 +339,7 @@ def test_a_default_run_that_is_stopped_keeps_its_checkpoints_and_agents(number, 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("case", [CASE, "ppo 2 number"])
+@pytest.mark.parametrize("case", [CASE, "maac 2 number", "magrpo 2 number", "ppo 2 number"])
 def test_a_default_run_that_is_stopped_twenty_times_keeps_them(case, number, processes, small_model, tmp_path):
     stop_again_and_again(case, small_model, tmp_path / "run", 20, number, processes, seed=7)
 

@@ -30,9 +30,18 @@ CASE = "ippo head 1 number"
 MEMORY_FLAGS = {  # of micro-batches, and of samples at once
     "ippo head 1 tldr": ("--micro-batch-size", "--per-device-train-batch-size"),
     "iac head 1 tldr": ("--micro-batch-size", "--per-device-train-batch-size"),
+    "maac 2 tldr": ("--micro-batch-size", "--per-device-train-batch-size"),
+    "magrpo 2 tldr": ("--micro-batch-size", "--per-device-train-batch-size"),
     "ppo 2 tldr": ("--micro-batch-size-per-gpu", "--hf-generate-chunk-size"),
 }
-CASES = ["ippo head 1 tldr", pytest.param("iac head 1 tldr", marks=pytest.mark.slow), "ppo 2 tldr"]
+
+
+def some_slow(*cases, fast=("ippo head 1 tldr", "ppo 2 tldr")):
+    """The cases, of which only some are fast."""
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+CASES = some_slow(*MEMORY_FLAGS)
 LENGTHS = """
 from utils.tasks.tldr import *
 def reward_func(*completions):
@@ -120,7 +129,7 @@ def test_a_run_may_go_on_in_smaller_micro_batches_with_the_same_gradients(case, 
     before, after = [read_rows(path / "metrics.csv")[3] for path in (whole, folder)]  # of the same samples
     assert before["reward_std"] > 0 and before["agent_0/grad_norm"] > 0.1
     for column in before:
-        if column.startswith("agent_"):
+        if column.startswith(("agent_", "critic/")):
             assert after[column] == pytest.approx(before[column], rel=1e-3, abs=1e-5), column
 
 
@@ -146,7 +155,7 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["iac_llm", "ppo_llm"])
+@pytest.mark.parametrize("name", ["iac_llm", "maac_llm", "magrpo_llm", "ppo_llm"])
 def test_a_run_of_another_script_is_one_line(name, begun):
     with pytest.raises(UserError, match=r"^--resume: .* is a run of another script or version: .*ppo_epochs") as error:
         parse_resumed(name, begun())
@@ -255,13 +264,21 @@ def fail_while_learning(name, call):
     SCRIPTS[name].optimizer_step = fail
 
 
-@pytest.mark.parametrize("case, call", [("ippo head 1 tldr", 2 * 2 + 2), ("ppo 2 tldr", 2 * 8 + 3)])
-def test_a_run_that_failed_while_it_learned_goes_on_from_there(case, call, learning, small_model, tmp_path):
+FAILURES = {
+    "ippo head 1 tldr": 2 * 2 + 2,
+    "maac 2 tldr": 2 * 6 + 2,
+    "magrpo 2 tldr": 2 * 4 + 2,
+    "ppo 2 tldr": 2 * 8 + 3,
+}
+
+
+@pytest.mark.parametrize("case", some_slow(*FAILURES, fast=("ippo head 1 tldr", "maac 2 tldr", "ppo 2 tldr")))
+def test_a_run_that_failed_while_it_learned_goes_on_from_there(case, learning, small_model, tmp_path):
     """An agent has made a step of the third update; its samples are drawn once more, from what it is then."""
     whole, _ = learning(case)
     name, flags = command(case, small_model)
     own = [*flags, "--task", tmp_path / "lengths.py", "--output-dir", tmp_path / "failed"]
-    process = start(name, *own, before=functools.partial(fail_while_learning, name, call)).wait()
+    process = start(name, *own, before=functools.partial(fail_while_learning, name, FAILURES[case])).wait()
     assert process.exitcode == 1 and process.error.splitlines()[-1] == "RuntimeError: a fault"
     resumed = finish(name, "--resume", tmp_path / "failed")
     assert "2 of 6 updates are done, and some of the next" in resumed.output
@@ -270,7 +287,7 @@ def test_a_run_that_failed_while_it_learned_goes_on_from_there(case, call, learn
     assert rows[:2] == undisturbed[:2] and rows[2] != undisturbed[2]
 
 
-@pytest.mark.parametrize("case", [CASE, "ppo guess"])
+@pytest.mark.parametrize("case", some_slow(CASE, "maac 2 tldr", "magrpo 2 tldr", "ppo guess", fast=(CASE, "ppo guess")))
 def test_a_model_that_has_changed_since_is_one_line(case, small_model, tmp_path):
     model = shutil.copytree(small_model, tmp_path / "model")
     folder = tmp_path / "run"
@@ -296,7 +313,7 @@ def reward_func(*completions):
 """
 
 
-@pytest.mark.parametrize("case", ["ippo head 1 tldr", "ppo 2 tldr"])
+@pytest.mark.parametrize("case", some_slow("ippo head 1 tldr", "maac 2 tldr", "magrpo 2 tldr", "ppo 2 tldr"))
 def test_a_task_that_draws_from_any_generator_draws_the_same(case, small_model, tmp_path):
     name, flags = command(case, small_model)
     folder = tmp_path / "run"

@@ -17,6 +17,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import utils.run
 from utils.cli import UserError, parse
 from utils.same import timeless
@@ -243,11 +245,22 @@ def reward_func(first, second): return [len(a + b) / 1000 for a, b in zip(first,
 
 @SCRIPTS
 def test_help_explains_every_flag(script, capsys):
+    help_explains_every_flag(script, capsys)
+
+
+@pytest.mark.parametrize("script", [maac_llm, magrpo_llm])
+def test_help_explains_every_flag_where_no_agent_has_a_critic_of_its_own(script, capsys):
+    help_explains_every_flag(script, capsys)
+
+
+def help_explains_every_flag(script, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(script.Args, ["--help"], script.__doc__)
     assert not stop.value.code
     text = capsys.readouterr().out
-    groups = "training task folder agent critic loading sampling vllm algorithm optimizer".split()
+    groups = "training task folder agent loading sampling vllm algorithm optimizer".split()
+    if script is not magrpo_llm:
+        groups.append("central-critic" if script is maac_llm else "critic")
     for group in (*groups, script.__name__.removesuffix("_llm")):
         assert f"{group} options" in text
     shown = " ".join(text.replace("│", " ").split())

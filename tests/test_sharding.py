@@ -262,6 +262,31 @@ def test_two_sharded_processes_go_on_with_a_run_of_one(whole, tmp_path):
     assert largest_difference(run / "checkpoints", whole / "checkpoints") < 1e-5
 
 
+OTHERS = {  # scripts without critics of each agent's own
+    "maac_llm": f"{GREEDY} --critic-type q --critic-value-head-hidden-dim 8",
+    "magrpo_llm": f"{GREEDY.replace('--critic-learning-rate 1e-4', '')} --num-generations 2 --advantage-mode raw",
+}
+
+
+@pytest.mark.parametrize("script", ["maac_llm", pytest.param("magrpo_llm", marks=pytest.mark.slow)])
+def test_two_sharded_processes_of_other_scripts_learn_what_one_does_and_go_on_to_the_same_bits(script, tmp_path, task):
+    flags = [*f"{EIGHT_UPDATES} {HELD_OUT} {OTHERS[script]}".split(), *task]
+    if script == "magrpo_llm":  # which answers each item twice
+        flags += ["--train-size", 8]
+    finish(script, *flags, "--output-dir", tmp_path / "whole")
+    finish_two(script, *flags, "--shard", "--output-dir", tmp_path / "sharded", seconds=300)
+    names = sorted(path.name for path in (tmp_path / "whole/checkpoints/update_000008").iterdir() if path.is_dir())
+    assert names == ["agent_0", "agent_1", *(["critic"] if script == "maac_llm" else [])]
+    for name in names:
+        learned = tmp_path / f"sharded/checkpoints/update_000008/{name}"
+        assert largest_difference(learned, tmp_path / f"whole/checkpoints/update_000008/{name}") < 1e-5
+        assert largest_difference(learned, tmp_path / f"whole/checkpoints/update_000004/{name}") > 1e-4
+    run = cut(tmp_path / "sharded", tmp_path / "run")
+    finish_two(script, "--resume", run, seconds=300)
+    assert_same(run, tmp_path / "sharded")
+    assert largest_difference(run / "checkpoints", tmp_path / "sharded/checkpoints") == 0
+
+
 def test_processes_may_play_and_sample_for_different_times(tmp_path):
     """With value heads on the actors, turns that end early, and sampling."""
     flags = "--shard --task number --num-turns 3 --max-new-tokens 4 --train-size 16 --rollout-buffer-size 8 "

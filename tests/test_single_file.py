@@ -12,6 +12,8 @@ import pytest
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import ppo_llm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +23,7 @@ SCRIPTS = sorted(ROOT.glob("*_llm.py"))
 ALL_SCRIPTS = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 MOST_ROWS = 60  # of code in a function
 MOST_COLUMNS = 120
-MOST_CHANGES = 60  # lines that are added or removed between ippo_llm.py and iac_llm.py
+MOST_CHANGES = {"ippo iac": 60, "iac maac": 400, "ippo magrpo": 400}  # lines that a diff of two adds or removes
 
 
 def definitions(path):
@@ -40,6 +42,8 @@ def definitions(path):
 
 IPPO = definitions(ROOT / "ippo_llm.py")
 IAC = definitions(ROOT / "iac_llm.py")
+MAAC = definitions(ROOT / "maac_llm.py")
+MAGRPO = definitions(ROOT / "magrpo_llm.py")
 PPO = definitions(ROOT / "ppo_llm.py")
 
 
@@ -47,7 +51,7 @@ PPO = definitions(ROOT / "ppo_llm.py")
 
 
 def test_scripts_are_found():
-    assert {path.stem for path in SCRIPTS} >= {"ippo_llm", "iac_llm", "ppo_llm"}
+    assert {path.stem for path in SCRIPTS} >= {"ippo_llm", "iac_llm", "maac_llm", "magrpo_llm", "ppo_llm"}
 
 
 def test_ippo_and_iac_have_the_same_names_but_for_their_algorithms():
@@ -84,10 +88,39 @@ def test_ippo_and_iac_differ_in_three_lines_of_learn():
     ]
 
 
-def test_a_diff_of_ippo_and_iac_is_short():
-    files = [(ROOT / f"{name}_llm.py").read_text().splitlines() for name in ("ippo", "iac")]
+@pytest.mark.parametrize("pair", MOST_CHANGES)
+def test_a_diff_of_two_scripts_is_short(pair):
+    files = [(ROOT / f"{name}_llm.py").read_text().splitlines() for name in pair.split()]
     changes = [line for line in difflib.ndiff(*files) if line.startswith(("- ", "+ "))]
-    assert 0 < len(changes) <= MOST_CHANGES
+    assert 0 < len(changes) <= MOST_CHANGES[pair]
+
+
+# What differs where no critic is a head on the actor: no values in a rollout, no hidden states of the actor.
+WITHOUT_HEADS = "AlgorithmArgs OptimizerArgs Args Agent build_optimizers build_agents Rollout sample_tokens sample "
+WITHOUT_HEADS += "forward_policy compute_logprobs Batch minibatches learn main"
+DIFFERING = {  # beside these
+    "iac maac": (IAC, MAAC, "read_values compute_values td_error"),  # of turns alone
+    "ippo magrpo": (IPPO, MAGRPO, "SamplingArgs check_args play optimizer_step"),  # trees, and no critic to be named
+}
+
+
+@pytest.mark.parametrize("pair", DIFFERING)
+def test_the_same_name_is_the_same_source_but_where_the_work_differs(pair):
+    one, other, names = DIFFERING[pair]
+    assert {name for name in one.keys() & other.keys() if one[name] != other[name]} == {
+        *names.split(),
+        *WITHOUT_HEADS.split(),
+    }
+
+
+@pytest.mark.parametrize("name", "forward_policy policy_and_entropy compute_logprobs sample_tokens sample".split())
+def test_what_maac_and_magrpo_have_without_heads_is_the_same(name):
+    assert MAAC[name] == MAGRPO[name]
+
+
+def test_the_losses_of_maac_and_magrpo_differ_in_what_an_action_counts():
+    ours, theirs = [re.sub("(maac|magrpo)_loss", "loss", x) for x in (MAAC["maac_loss"], MAGRPO["magrpo_loss"])]
+    assert ours.replace("sum(-1, keepdim=True)", "sum(-1)").replace("part.action_mask", "part.paths") == theirs
 
 
 def parameters(source):
@@ -145,7 +178,7 @@ def test_scripts_of_the_return_have_gae():
 # --- The scripts beside the tasks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [IPPO, IAC], ids=["ippo", "iac"])
+@pytest.mark.parametrize("script", [IPPO, IAC, MAAC, MAGRPO], ids=["ippo", "iac", "maac", "magrpo"])
 def test_the_default_task_is_that_of_utils(script):
     task = definitions(ROOT / "utils/tasks/tldr.py")
     names = {"train_dataset", "eval_dataset", "formatters", "reward_func", "pair_reward", "columns"}
@@ -232,7 +265,7 @@ def is_program(module):
 
 IMPORTED = [name for name in map(str, NAMES) if not is_program(name)]
 FLAGS = set()  # of the scripts
-for each in (ippo_llm, iac_llm, ppo_llm):
+for each in (ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm):
     FLAGS |= {field.name for field in dataclasses.fields(each.Args)}
 for each in IMPORTED:  # a flag of one module may be named by all of them
     FLAGS -= owned_flags(ast.parse((ROOT / each).read_text()))

@@ -11,10 +11,13 @@ from helpers import learning_targets, make_agent, make_args, read_metrics, seede
 import iac_llm
 import ippo_llm
 import maac_llm
+import magrpo_llm
 from ippo_llm import minibatches, play
 from utils.cli import TaskError
 
-SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm])
+SCRIPTS = pytest.mark.parametrize(
+    "script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm, magrpo_llm]
+)
 PLAIN = {"reward_normalization": False, "advantage_normalization": False, "kl_coef": 0.0, "value_clip_range": None}
 GAMMA = 0.9
 LAMBDA = 0.8
@@ -183,7 +186,8 @@ def test_a_mini_batch_has_all_turns_of_its_episodes(agents):
 
 @SCRIPTS
 def test_a_run_of_several_turns_writes_them(tmp_path, script):
-    args = make_args(tmp_path, script, num_turns=2, max_new_tokens=4, train_size=8, eval_size=4)
+    groups = {"num_generations": 2, "rollout_buffer_size": 32} if script is magrpo_llm else {}
+    args = make_args(tmp_path, script, num_turns=2, max_new_tokens=4, train_size=8, eval_size=4, **groups)
     script.main(args, task_of_turns(eval_dataset=train_dataset))
     (row,) = read_metrics(tmp_path / "run")
     # of 8 episodes all but one have a second turn: 1 + 2 a piece, and 1

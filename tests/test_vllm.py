@@ -15,22 +15,29 @@ from transformers import AutoModelForCausalLM
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import ppo_llm
 from utils import engine
 from utils.cli import UserError
 from utils.engine import Engine
 
 pytestmark = pytest.mark.vllm
-SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "ppo": ppo_llm}
+SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
 TEAM = pytest.mark.parametrize("script", [ippo_llm, iac_llm], ids=["ippo", "iac"])
 EVERY_SCRIPT = pytest.mark.parametrize("script", SCRIPTS)
 CHAT = [{"role": "user", "content": "Summarise this post in about 16 words: my uncle took my car."}]
 EIGHT_UPDATES = {"train_size": 32, "rollout_buffer_size": 4, "num_train_epochs": 1, "num_agents": 2, "task": "number"}
 TEAM_FLAGS = EIGHT_UPDATES | {"mini_batch_size": 4, "max_new_tokens": 4, "eval_interval": 4, "eval_size": 4}
 PPO_FLAGS = EIGHT_UPDATES | {"batch_size": 4, "max_output_tokens": 4, "evaluation_interval": 4, "eval_size": 4}
-FLAGS = {"ippo": TEAM_FLAGS, "iac": TEAM_FLAGS, "ppo": PPO_FLAGS}
+GROUPS = TEAM_FLAGS | {"num_generations": 4, "train_size": 8}
+FLAGS = {"ippo": TEAM_FLAGS, "iac": TEAM_FLAGS, "maac": TEAM_FLAGS, "magrpo": GROUPS, "ppo": PPO_FLAGS}
 GREEDY_TEAM = {"do_sample": False, "actor_learning_rate": 1e-4, "critic_learning_rate": 1e-4, "adam_epsilon": 1e-5}
-GREEDY = {"ippo": GREEDY_TEAM, "iac": GREEDY_TEAM, "ppo": {"top_k": 1, "lr_actor": 5e-5}}
+GREEDY = dict.fromkeys(("ippo", "iac"), GREEDY_TEAM) | {"ppo": {"top_k": 1, "lr_actor": 5e-5}}
+# Where all answers are the same a mean reward of 0 teaches a team's critic nothing but rounding.
+GREEDY["maac"] = GREEDY_TEAM | {"reward_normalization": False, "advantage_normalization": False}
+# All answers of a group are the same: what they earn is compared with nothing.
+GREEDY["magrpo"] = {name: x for name, x in GREEDY_TEAM.items() if "critic" not in name} | {"advantage_mode": "raw"}
 
 
 def shake(model, seed, scale=0.02):
@@ -275,9 +282,10 @@ def test_an_engine_leaves_the_random_generators_as_they_are(model):
 
 def assert_same_weights(one, other):
     """The agents of two runs, to 1e-4."""
-    files = sorted(path.relative_to(one) for path in one.glob("agent_*/**/*.safetensors"))
+    paths = [*one.glob("agent_*/**/*.safetensors"), *one.glob("critic/*.safetensors")]
+    files = sorted(path.relative_to(one) for path in paths)
     files = [path for path in files if "optimizer" not in path.name]
-    assert len(files) >= 4
+    assert len(files) >= (2 if one.name.endswith("magrpo") else 4)
     for file in files:
         right = load_file(one / file)
         for name, weight in load_file(other / file).items():
@@ -289,7 +297,7 @@ def test_greedy_it_learns_what_a_run_without_learns(script, tmp_path):
     flags = GREEDY[script]
     correction = script != "ppo"  # with --top-k 1 a token would weigh its own probability
     run = train(script, tmp_path / "vllm", sampler_correction=correction, **flags)
-    right = train(script, tmp_path / "own", use_vllm=False, **flags)
+    right = train(script, tmp_path / f"own_{script}", use_vllm=False, **flags)
     assert len(read_metrics(right)) == 8
     assert_same_weights(right, run)
 
@@ -323,6 +331,8 @@ TWO_TEAM = f"{TWO} --mini-batch-size 4 --eval-interval 0 --no-do-sample --max-ne
 TWO_COMMANDS = {
     "ippo_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4",
     "iac_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4",
+    "maac_llm": f"{TWO_TEAM} --actor-learning-rate 1e-4 --critic-learning-rate 1e-4 --no-reward-normalization",
+    "magrpo_llm": f"{TWO_TEAM} --train-size 8 --actor-learning-rate 1e-4 --num-generations 2 --advantage-mode raw",
     "ppo_llm": f"{TWO} --batch-size 4 --evaluation-interval 0 --top-k 1 --max-output-tokens 4 --lr-actor 1e-4",
 }
 
@@ -331,9 +341,11 @@ TWO_COMMANDS = {
 @pytest.mark.parametrize("script", TWO_COMMANDS)
 def test_two_processes_have_an_engine_each(script, shard, tmp_path):
     flags = TWO_COMMANDS[script].split()
-    finish(script, *flags, "--output-dir", tmp_path / "one")
-    finish_two(script, *flags, "--output-dir", tmp_path / "two", "--use-vllm", "--no-sampler-correction", *shard)
-    assert_same_weights(tmp_path / "one", tmp_path / "two")
+    one = tmp_path / f"one_{script.removesuffix('_llm')}"
+    finish(script, *flags, "--output-dir", one)
+    sampled = ["--use-vllm", "--no-sampler-correction"]
+    finish_two(script, *flags, "--output-dir", tmp_path / "two", *sampled, *shard, seconds=300)
+    assert_same_weights(one, tmp_path / "two")
 
 
 def mean(rows):
@@ -389,7 +401,8 @@ def test_settings_that_vllm_does_not_have_are_one_line(script, settings, message
 
 @EVERY_SCRIPT
 def test_prompts_without_room_in_the_engine_are_one_line(script, tmp_path):
-    with pytest.raises(UserError, match="^36 of 36 items are left out: a prompt has more than 16 tokens"):
+    items = FLAGS[script]["train_size"] + 4
+    with pytest.raises(UserError, match=f"^{items} of {items} items are left out: a prompt has more than 16 tokens"):
         train(script, tmp_path / "run", vllm_config={"max_model_len": 20})
     assert not (tmp_path / "run").exists()
 

@@ -74,7 +74,7 @@ def add_adapters(base, config, names):
     for name in names:
         for parameter in parameters(model, name):
             parameter.requires_grad_(name in fresh)
-    model.merges = False  # build_agents decides it
+    model.mergeable = []  # build_agents decides it
     switches = (lora.LoraLayer, AuxiliaryTrainingWrapper)
     model.switches = [module for module in model.modules() if isinstance(module, switches)]
     model.learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -132,22 +132,39 @@ def let_learn(model):
             parameter.requires_grad_(False)
 
 
-def can_merge(model, args):
-    """Whether W + BA, computed once, serves for passes without gradients: in full precision, on whole plain layers.
+def mergeable_layers(model, args):
+    """Where W + BA, computed once, serves for passes without gradients: in full precision, on whole plain layers.
 
     Rounded to bfloat16 it would lose what is small in BA. A weight that another layer has too can't be changed.
     """
-    if model.dtype != torch.float32 or args.mixed_precision != "no" or args.shard or args.torch_compiler:
-        return False
+    if not args.merge_adapters or args.shard or args.torch_compiler:
+        return []
+    if model.dtype != torch.float32 or args.mixed_precision != "no":
+        return []
     if getattr(model.config, "quantization_config", None):
-        return False
+        return []
     parameters = [x for _, x in model.named_parameters(remove_duplicate=False)]
     owners = collections.Counter(map(id, parameters))
     for layer in lora_layers(model):
         plain_layer = isinstance(layer, MERGEABLE) and not layer.lora_variant  # DoRA is one
         if not plain_layer or owners[id(layer.get_base_layer().weight)] > 1:
-            return False
-    return True
+            return []
+    return called_layers(model)
+
+
+@torch.no_grad()
+def called_layers(model):
+    """The layers with adapters that a pass calls: of one whose weight the model reads by itself no adapter has effect.
+
+    Such is dt_proj of Mamba, Falcon-Mamba and Jamba.
+    """
+    called = set()
+    layers = lora_layers(model)
+    hooks = [layer.register_forward_hook(lambda layer, *_: called.add(layer)) for layer in layers]
+    causal_lm.forward(model.get_base_model(), torch.ones(1, 2, dtype=torch.long, device=model.device))
+    for hook in hooks:
+        hook.remove()
+    return [layer for layer in layers if layer in called]
 
 
 def lora_layers(model):
@@ -156,12 +173,12 @@ def lora_layers(model):
 
 @contextlib.contextmanager
 def merged(model, name):
-    """Within it the adapter of that name is in the base's weights, where `can_merge` allows: passes take less time.
+    """Within it the adapter of that name is in the base's weights, of `mergeable_layers`: passes take less time.
 
     It serves passes without gradients, of this adapter alone. The layers that have adapters are in memory twice. Then
     the base has the tensors that it had.
     """
-    layers = lora_layers(model) if name and model.merges else []
+    layers = model.mergeable if name else []
     kept = []
     with active(model, name):
         try:

@@ -211,7 +211,7 @@ def parse_flags(Args, argv, description, defaults):
 
 
 def title(group):
-    return group.__name__.removesuffix("Args").lower()
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", group.__name__.removesuffix("Args")).lower()
 
 
 def run_of(fork):

@@ -94,8 +94,11 @@ class Episodes:
             timeout=self.timeout,
         )
 
-    def external_transition(self, k):
-        """The next prompts of an episode, one for each agent, or None where it ends. Raises TaskError."""
+    def external_transition(self, k, num_paths=1):
+        """The next prompts of an episode, one for each agent, or None where it ends. Raises TaskError.
+
+        `num_paths`: as so many episodes prompts that are too long count, which have been played alike so far.
+        """
         item = self.items[k]
         history = self.prompt_history[k]
         with blame(f"external_transition failed on item {k}", item):
@@ -118,7 +121,7 @@ class Episodes:
             with blame(f"external_transition of agent {agent} gave no prompt for item {k}", item):
                 too_long = limit.exceeds(render(prompt, tokenizer), tokenizer)
             if too_long:
-                self.num_long_prompts += 1
+                self.num_long_prompts += num_paths
                 if not limit.truncate:
                     return None
         return prompts
