@@ -273,20 +273,26 @@ class Stopper(Unsaved, tune.Stopper):
 
 
 def connect(address, workers):
-    """Start Ray here, or connect to a cluster; whether that was done, for a Ray that is there already is taken."""
+    """Start Ray here, or connect to a cluster; whether that was done, for a Ray that is there already is taken.
+
+    Raises UserError.
+    """
     if ray.is_initialized():
         return False
-    quiet = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
-    path = {"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}}
-    try:
-        if address:
-            ray.init(address=address, runtime_env=path, **quiet)
-        else:
-            here = {"num_cpus": workers, "include_dashboard": False, "object_store_memory": 100 * 2**20}
-            ray.init(runtime_env=path, **here, **quiet)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UserError(f"{f'--address {address}' if address else 'Ray'}: {one_line(error)}") from error
-    return True
+    options = {"logging_level": "ERROR", "log_to_driver": False}
+    options["runtime_env"] = {"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}}
+    if address:
+        options["address"] = address
+    else:
+        options |= {"num_cpus": workers, "include_dashboard": False, "object_store_memory": 100 * 2**20}
+    for trials_left in (2, 1, 0):  # Ray gives itself 30 s to start, which a busy machine may not suffice for
+        try:
+            ray.init(**options)
+            return True
+        except Exception as error:  # which is what it raises then
+            ray.shutdown()
+            if address or not trials_left:
+                raise UserError(f"{f'--address {address}' if address else 'Ray'}: {one_line(error)}") from error
 
 
 def gpus_of(workers, address):

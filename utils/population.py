@@ -3,10 +3,10 @@
     python -m utils.population --command "python ppo_llm.py" --size 4 --generation 25 --mutate lr_actor=1e-4:1e-2
 
 Population-based training (arXiv 1711.09846), by Ray Tune's scheduler; pip install -r requirements-population.txt. The
-first generation's hyperparameters are drawn from the ranges of --mutate, log-uniform. A generation ends when all members
-have done its updates; the worst of them then fork the best (--fork) with values that are drawn anew, or 0.8 or 1.2 times
-the winner's. <output-dir>/population.json says who descended from whom, with fitness and hyperparameters by generation,
-and population.png shows it; generation_<g>/member_<k>/ beside them is a run as any other, with a log. Stopped or killed,
+hyperparameters of the first generation are drawn from the ranges of --mutate, log-uniform. After a generation, when all
+members have done its updates, the worst fork the best (--fork), with values that are drawn anew, or 0.8 or 1.2 times the
+winner's. <output-dir>/population.json says who descended from whom, with the fitness and hyperparameters of each,
+population.png shows it, and generation_<g>/member_<k>/ is a run as any other, its log beside it. Stopped or killed,
 the same command goes on.
 """
 
@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import field
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -41,7 +42,7 @@ class PopulationArgs:
     """What is bred, how, and where."""
 
     command: str = ""  # required: a script and its flags but for seed, folder and what is mutated: "python ppo_llm.py"
-    mutate: Settings = Field(default_factory=dict)  # required: FLAG=LOW:HIGH, ranges of the script's flags
+    mutate: Settings = field(default_factory=dict)  # required: FLAG=LOW:HIGH, ranges of the script's flags
     size: PositiveInt = 4  # members
     generation: PositiveInt = 25  # updates of a generation
     metric: str | None = None  # column of metrics.csv, the more the better; none: the reward on held-out items

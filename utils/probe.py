@@ -15,7 +15,6 @@ import contextlib
 import csv
 import io
 import json
-import re
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
