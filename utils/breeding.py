@@ -20,7 +20,7 @@ import ray
 from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining
 
-from utils.benchmark import last_line
+from utils.benchmark import Failed, last_line
 from utils.cli import UserError, one_line
 from utils.files import read_json
 
@@ -295,12 +295,10 @@ def connect(address, workers):
                 raise UserError(f"{f'--address {address}' if address else 'Ray'}: {one_line(error)}") from error
 
 
-def gpus_of(workers, address):
-    """GPUs of each member: those that Ray knows, shared out."""
-    resources = ray.cluster_resources()
-    gpus = resources.get("GPU", 0)
-    share = gpus / (resources["CPU"] if address else workers)
-    return float(math.floor(share)) if share >= 1 else math.floor(share * 1000) / 1000
+def gpus_of(at_a_time):
+    """GPUs of each member: one, or a part of one where there are fewer than members at a time."""
+    share = ray.cluster_resources().get("GPU", 0) / at_a_time
+    return min(1.0, math.floor(share * 1000) / 1000)
 
 
 def first_update(plan, values, gpus):
@@ -315,7 +313,7 @@ def first_update(plan, values, gpus):
 
 
 def breed(plan, members, ranges, args, gpus, record, is_stopped):
-    """Let the members play their generations, and give each record to `record`. Raises what Ray raises."""
+    """Let the members play their generations, and give each record to `record`. Raises Failed where Ray fails."""
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # signals are the population's
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
@@ -339,4 +337,7 @@ def breed(plan, members, ranges, args, gpus, record, is_stopped):
             verbose=0,
         ),
     )
-    tuner.fit()
+    try:
+        tuner.fit()
+    except (OSError, tune.TuneError, ray.exceptions.RayError) as error:
+        raise Failed(f"Ray can't go on: {one_line(error)}; the same command goes on") from error

@@ -4,8 +4,8 @@
 
 Population-based training (arXiv 1711.09846), by Ray Tune's scheduler; pip install -r requirements-population.txt. The
 hyperparameters of the first generation are drawn from the ranges of --mutate, log-uniform. After a generation, when all
-members have done its updates, the worst fork the best (--fork), with values that are drawn anew, or 0.8 or 1.2 times the
-winner's. <output-dir>/population.json says who descended from whom, with the fitness and hyperparameters of each,
+members have done its updates, the worst fork the best (--fork), with values that are drawn anew, or 0.8 or 1.2 times
+those of the best. <output-dir>/population.json says who descended from whom, with fitness and hyperparameters of each,
 population.png shows it, and generation_<g>/member_<k>/ is a run as any other, its log beside it. Stopped or killed,
 the same command goes on.
 """
@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from utils.benchmark import Failed, known_flags, words_of
-from utils.cli import Settings, Stopped, UserError, command_line, flag_name, flags, one_line
+from utils.cli import Settings, Stopped, UserError, check_needs, command_line, flag_name, flags, not_with, one_line
 from utils.files import lock, read_json, write_whole, writing
 from utils.report import COLORS
 
@@ -49,9 +49,9 @@ class PopulationArgs:
     quantile_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # share of losers, and of winners
     resample_probability: Annotated[float, Field(ge=0, le=1)] = 0.25  # how often a value is drawn anew
     seed: NonNegativeInt = 1  # of all members' runs, and of what is drawn
-    workers: PositiveInt = 1  # members at a time, of one thread each
-    address: str | None = None  # of a Ray cluster that takes the place of --workers, or auto
-    gpus: NonNegativeFloat | None = None  # of each member, or a part of one; none: those that there are, shared out
+    workers: PositiveInt = not_with("address", default=1)  # members at a time, of one thread each
+    address: str | None = None  # of a Ray cluster, in the place of --workers, or auto
+    gpus: NonNegativeFloat | None = None  # GPUs of each member; none: one, or a part of it where there are fewer
     keep_generations: PositiveInt = 2  # the newest ones whose agents and checkpoints stay
     output_dir: str | None = None  # folder of the population; none: runs/population/<script>__<seed>
 
@@ -146,6 +146,9 @@ class Population:
                 self.records[record["generation"], record["member"]] = record
         except (KeyError, TypeError) as error:
             raise UserError(f"{path} is no population's: {type(error).__name__} {error}") from error
+        if self.records and self.best() is None:  # all were lost; what they lacked may be mended
+            newest = self.newest()
+            self.records = {key: record for key, record in self.records.items() if key[0] != newest}
 
     def write(self):
         best = self.best()
@@ -234,6 +237,7 @@ class Population:
                 x = [parent["generation"], record["generation"]]
                 axis.plot(x, [value(parent), value(record)], color=color, linewidth=width)
         axis.set_title(title, loc="left", fontsize=11, parse_math=False)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
 
@@ -286,7 +290,9 @@ def live(population, words, breeding):
     started_here = breeding.connect(args.address, args.workers)
     try:
         with population.handling_signals():
-            gpus = breeding.gpus_of(args.workers, args.address) if args.gpus is None else args.gpus
+            gpus = args.gpus
+            if gpus is None:
+                gpus = breeding.gpus_of(args.size if args.address else args.workers)
             plan = {"folder": str(population.folder), "cwd": str(Path.cwd()), "python": sys.executable, "words": words}
             plan |= {"generation": args.generation, "num_updates": population.num_updates, "seed": args.seed}
             plan |= {"metric": args.metric, "first": first}
@@ -306,8 +312,6 @@ def live(population, words, breeding):
                 lambda: bool(population.signals or population.error),
             )
             shutil.rmtree(population.folder / "tune", ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"{population.folder}: {one_line(error)}") from error
     finally:
         if started_here:
             breeding.ray.shutdown()
@@ -379,6 +383,7 @@ def outcome(population):
 
 def main(args):
     """Breed what the flags say, or go on with it, and say who is best. Raises UserError."""
+    check_needs(args)
     check_size(args)
     words, script = words_of(args.command, OWN)
     known = known_flags(words, (*OWN, "--seed", "--output-dir"))
