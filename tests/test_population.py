@@ -46,7 +46,7 @@ for source in (folder, flags.fork):
     if source and not rewards and (pathlib.Path(source) / "rewards").exists():
         rewards = json.loads((pathlib.Path(source) / "rewards").read_text())
 folder.mkdir(parents=True, exist_ok=True)
-num_updates = 12 if flags.width != "7" else 13
+num_updates = 12 if flags.width != "8" else 13
 (folder / "config.json").write_text(json.dumps({"num_updates": num_updates, "fork": flags.fork}))
 plan = json.loads((here / "plan").read_text()) if (here / "plan").exists() else {}
 fault = plan.get("/".join(folder.parts[-2:]), "")
@@ -294,7 +294,7 @@ def test_a_worker_that_is_killed_takes_its_run_with_it_and_is_replaced(script, b
 
 def test_values_that_make_a_run_of_another_length_lose(script, breeding):
     there = breed(mutate={"lr": "0.01:1", "width": "6:8"}, size=6, quantile_fraction=0.2, generation=6)
-    assert {r["error"] is not None for r in there.values() if r["hyperparameters"]["width"] == 7} == {True}
+    assert {r["error"] is not None for r in there.values() if r["hyperparameters"]["width"] == 8} == {True}
     assert {r["error"] for r in there.values()} == {None, "with these values a run has 13 updates, and not 12"}
 
 
