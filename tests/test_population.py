@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -296,6 +297,68 @@ def test_values_that_make_a_run_of_another_length_lose(script, breeding):
     there = breed(mutate={"lr": "0.01:1", "width": "6:8"}, size=6, quantile_fraction=0.2, generation=6)
     assert {r["error"] is not None for r in there.values() if r["hyperparameters"]["width"] == 8} == {True}
     assert {r["error"] for r in there.values()} == {None, "with these values a run has 13 updates, and not 12"}
+
+
+@pytest.mark.parametrize(
+    "fault, error",
+    [
+        ("killed", "killed by SIGKILL"),
+        ("raises", "script.py: error: reward_func raised ValueError: no mind to"),
+        ("no folder", "FileExistsError: .*generation_002/member_1'"),
+        ("no room", ".*generation_002.*"),
+        ("longer", "with these values a run has 13 updates, and not 12"),
+        ("no metric", "no score in updates 4 to 6"),
+        ("not a number", "eval/reward_mean is nan in the end"),
+    ],
+)
+def test_what_went_wrong_with_a_member_is_a_line(script, tmp_path, fault, error):
+    pytest.importorskip("ray.tune")
+    from utils import breeding
+
+    there = {"folder": str(tmp_path / "out"), "cwd": str(tmp_path), "python": sys.executable, "words": script.split()}
+    there |= {"generation": 3, "num_updates": 12, "metric": "score" if fault == "no metric" else None}
+    parent = breeding.play(there | {"metric": None}, 1, 0, None, {"lr": 0.5})
+    assert (parent["fitness"], parent["error"], parent["parent"]) == (1.5, None, None)
+    plan(g2m1=fault)
+    if fault == "no folder":
+        Path("out/generation_002").mkdir()
+        Path("out/generation_002/member_1").write_text("")
+    if fault == "no room":
+        Path("out/generation_002").write_text("")
+    values = {"lr": float("nan") if fault == "not a number" else 0.25, "width": 8 if fault == "longer" else 1}
+    record = breeding.play(there, 2, 1, 0, values)
+    assert record["fitness"] is None and re.fullmatch(error, record["error"]), record["error"]
+    sound = breeding.play(there | {"metric": None}, 2, 2, 0, {"lr": 0.25, "width": 1})
+    assert fault == "no room" or (sound["fitness"], sound["error"], sound["parent"]) == (2.25, None, 0)
+
+
+def test_who_is_lost_is_a_loser_and_no_winner():
+    pytest.importorskip("ray.tune")
+    from utils import breeding
+
+    def ranks(*scores):
+        scheduler = breeding.Scheduler({"seed": 1, "first": 1}, {}, 0.25, 0.25)
+        for k, score in enumerate(scores):
+            trial = Trial(k)
+            scheduler._trial_state[trial] = SimpleNamespace(last_score=score)
+        return [[trial.number for trial in part] for part in scheduler._quantiles()]
+
+    lost = breeding.LOST
+    assert ranks(3.0, 1.0, 2.0, 4.0) == [[1], [3]]
+    assert ranks(3.0, lost, 2.0, 4.0) == [[1], [3]]
+    assert ranks(3.0, lost, lost, 4.0) == [[1, 2], [3]]
+    assert ranks(lost, lost, lost, 4.0) == [[0, 1, 2], [3]]
+    assert ranks(lost, lost, lost, lost) == [[], []]
+
+
+class Trial:
+    """What the scheduler asks of a trial to rank it."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def is_finished(self):
+        return False
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------
