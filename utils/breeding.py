@@ -285,14 +285,11 @@ def connect(address, workers):
         options["address"] = address
     else:
         options |= {"num_cpus": workers, "include_dashboard": False, "object_store_memory": 100 * 2**20}
-    for trials_left in (2, 1, 0):  # Ray gives itself 30 s to start, which a busy machine may not suffice for
-        try:
-            ray.init(**options)
-            return True
-        except Exception as error:  # which is what it raises then
-            ray.shutdown()
-            if address or not trials_left:
-                raise UserError(f"{f'--address {address}' if address else 'Ray'}: {one_line(error)}") from error
+    try:
+        ray.init(**options)
+    except Exception as error:  # it raises just that where it has not started within its own 30 s
+        raise UserError(f"{f'--address {address}' if address else 'Ray'}: {one_line(error)}") from error
+    return True
 
 
 def gpus_of(at_a_time):
