@@ -153,12 +153,13 @@ def fitness(plan, folder, begin, end):
     with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))[begin:end]
     names = [plan["metric"]] if plan["metric"] else HELD_OUT
-    values = [row[name] for row in rows for name in names if row.get(name)]
+    values = [(name, float(row[name])) for row in rows for name in names if row.get(name)]
     if not values:
         raise UserError(f"no {' or '.join(names)} in updates {begin + 1} to {end}")
-    if not math.isfinite(float(values[-1])):
-        raise UserError(f"{' or '.join(names)} is {values[-1]} in the end")
-    return float(values[-1])
+    name, value = values[-1]
+    if not math.isfinite(value):
+        raise UserError(f"{name} is {value} in the end")
+    return value
 
 
 # --- Ray --------------------------------------------------------------------------------------------------------------
