@@ -280,7 +280,7 @@ def connect(address, workers):
     """
     if ray.is_initialized():
         return False
-    options = {"logging_level": "ERROR", "log_to_driver": False}
+    options = {"logging_level": "CRITICAL", "log_to_driver": False}
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}}
     if address:
         options["address"] = address
