@@ -70,9 +70,8 @@ class FolderArgs:
     resume: str | None = None  # go on with a run, from its newest whole checkpoint: its folder, or latest
     # begin where another run was, with its flags, of which some may differ: RUN, or RUN/checkpoints/update_<n>
     fork: str | None = None
-    pause_at: PositiveInt | None = (
-        None  # save and end after this update; --resume goes on, to the end or to another one
-    )
+    # save and end after this update; --resume goes on to the end, or to another one
+    pause_at: PositiveInt | None = None
     deterministic: bool = False  # take only algorithms of torch that give the same bits every time, on a GPU too
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "llm-teams"  # Weights & Biases project
