@@ -225,6 +225,7 @@ ELSEWHERE = {  # and the tests that change them
     "sampler_correction": "test_sampler_correction.py",
     "resume": "test_resume.py",
     "fork": "test_fork.py",
+    "pause_at": "test_pause.py",
     "reward_timeout": "test_episodes.py",
     "deterministic": "test_release.py",
     "track": "test_run.py",

@@ -328,6 +328,7 @@ ELSEWHERE = {  # and the test here, or the file, that changes them
     "output_dir": "test_a_flag_changes_what_happens",
     "resume": "test_a_run_goes_on_from_its_checkpoint",
     "fork": "test_fork.py",
+    "pause_at": "test_pause.py",
     "reward_timeout": "test_a_reward_function_that_takes_too_long_is_ended",
     "deterministic": "test_torch_takes_deterministic_algorithms_with_the_flag",
     "overwrite": "test_an_earlier_run_is_replaced_with_the_flag",

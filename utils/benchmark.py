@@ -94,6 +94,26 @@ def words_of(command, taken=()):
     return words, script
 
 
+def known_flags(words, more=()):
+    """What a command's --help names: {flag: INT, FLOAT ..., or nothing}. Raises UserError.
+
+    Those that the command has, and `more`, have to be there.
+    """
+    program = sys.executable if re.fullmatch(r"python[\d.]*", words[0]) else words[0]
+    process = subprocess.run([program, *words[1:], "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if process.returncode != 0:
+        error = (process.stderr.strip() or "it says nothing").splitlines()[-1]
+        raise UserError(f"--command: {shlex.join(words)} --help fails: {error}")
+    known = {}
+    for flag, takes in re.findall(r"(--[a-z][a-z0-9-]*)(?: (?:\{None\}\|)?([A-Z]+)\b)?", process.stdout):
+        known[flag] = known.get(flag) or takes
+    for word in [*words, *more]:
+        flag = word.split("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in known:
+            raise UserError(f"--command: the script has no {flag}")
+    return known
+
+
 def jobs_of(args):
     """A Job for every task and seed. Raises UserError for a command that can't be run so."""
     words, script = words_of(args.command, ("--task",) if args.tasks else ())
@@ -162,7 +182,7 @@ def run_jobs(jobs, output_dir, workers=1, threads=1):
                     job.process.kill() if passed_on else job.process.terminate()
                 passed_on += 1
             for job in active[:]:
-                lines[job.slot].set_description_str(f"{job.name}  {last_line(output_dir, job)}")
+                lines[job.slot].set_description_str(f"{job.name}  {last_line(f'{output_dir / job.name}.log')}")
                 if job.process.poll() is not None:
                     active.remove(job)
                     slots.append(job.slot)
@@ -209,9 +229,9 @@ def start(job, output_dir, threads):
             raise UserError(f"{program} can't be run: {error.strerror}") from error
 
 
-def last_line(output_dir, job):
-    """The last line that a run printed, most of the time its progress bar."""
-    with open(f"{output_dir / job.name}.log", "rb") as log:
+def last_line(path):
+    """The last line that a run printed to its log, most of the time its progress bar."""
+    with open(path, "rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
         text = log.read().decode(errors="replace")
     return ([""] + [line.strip() for line in re.split(r"[\r\n]", text) if line.strip()])[-1]
@@ -233,7 +253,7 @@ def record(job, output_dir, status, threads, workers):
         write_manifest(output_dir, runs)
     outcome = f"{status}  {job.name}, {seconds:.0f} s"
     if status == "failed":
-        outcome = f"FAILED  {job.name}, {seconds:.0f} s: {one_line(last_line(output_dir, job))} (all in {folder}.log)"
+        outcome = f"FAILED  {job.name}, {seconds:.0f} s: {one_line(last_line(f'{folder}.log'))} (all in {folder}.log)"
     tqdm.write(outcome)
 
 

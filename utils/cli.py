@@ -160,6 +160,7 @@ def check_needs(args, more=None):
                     raise UserError(f"{flag_name(field.name)} has no effect {beside} {flag_name(other)}")
 
 
+OF_START = {"pause_at": None}  # flags that hold for one start of a run, and not for the next
 OF_FOLDER = {"output_dir": None, "overwrite": False, "resume": None, "wandb_run_name": None}  # that a fork begins anew
 
 
@@ -174,11 +175,11 @@ def parse(Args, argv=None, description=None, script=None):
     args = parse_flags(Args, argv, description, {})
     if getattr(args, "resume", None):
         folder = find_run(args.resume, script)
-        args = parse_flags(Args, argv, description, flags_of(folder, Args))
+        args = parse_flags(Args, argv, description, flags_of(folder, Args) | OF_START)
         args.resume = str(folder)
     elif getattr(args, "fork", None):
         folder = find_run(run_of(args.fork), script, "--fork")
-        args = parse_flags(Args, argv, description, flags_of(folder, Args, "--fork") | OF_FOLDER)
+        args = parse_flags(Args, argv, description, flags_of(folder, Args, "--fork") | OF_FOLDER | OF_START)
         if args.fork == "latest":
             args.fork = str(folder)
     return args

@@ -15,10 +15,6 @@ import contextlib
 import csv
 import io
 import json
-import re
-import shlex
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
@@ -144,21 +140,6 @@ def probe_of(name, known_flags):
         elif value > 1:
             raise UserError(f"--command: the script has no {' or '.join(FLAGS[key])}, which {name} takes")
     return Probe(name, ability, words, *scores)
-
-
-def known_flags(words):
-    """The flags that a command's --help names. Raises UserError."""
-    program = sys.executable if re.fullmatch(r"python[\d.]*", words[0]) else words[0]
-    process = subprocess.run([program, *words[1:], "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if process.returncode != 0:
-        error = (process.stderr.strip() or "it says nothing").splitlines()[-1]
-        raise UserError(f"--command: {shlex.join(words)} --help fails: {error}")
-    known = set(re.findall(r"--[a-z][a-z0-9-]*", process.stdout))
-    for word in [*words, "--task"]:
-        flag = word.split("=")[0].replace("_", "-")
-        if flag.startswith("--") and flag not in known:
-            raise UserError(f"--command: the script has no {flag}")
-    return known
 
 
 def make_model(folder):
@@ -292,7 +273,7 @@ def main(args):
     """Play the probes, and print, write and draw what came of them. Exits with code 1 where a run failed."""
     words, _ = benchmark.words_of(args.command, ("--task", "--env", "--model", "--num-agents", "--max-steps"))
     benchmark.check_seeds(args.seeds)
-    probes = probes_of(args, known_flags(words))
+    probes = probes_of(args, benchmark.known_flags(words, ("--task",)))
     started = time.time()
     with contextlib.ExitStack() as stack:
         folder = args.output_dir or stack.enter_context(tempfile.TemporaryDirectory())

@@ -70,6 +70,8 @@ class FolderArgs:
     resume: str | None = None  # go on with a run, from its newest whole checkpoint: its folder, or latest
     # begin where another run was, with its flags, of which some may differ: RUN, or RUN/checkpoints/update_<n>
     fork: str | None = None
+    # save and end after this update; --resume goes on to the end, or to another one
+    pause_at: PositiveInt | None = None
     deterministic: bool = False  # take only algorithms of torch that give the same bits every time, on a GPU too
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "llm-teams"  # Weights & Biases project
@@ -442,7 +444,7 @@ class Run:
         """Yield the number of each update and this process's items of it, with a progress bar."""
         epochs, seed = self.num_epochs, self.args.seed
         _, first_item = self.progress(self.step)
-        left = self.num_updates - self.step
+        left = max(0, self.last_update() - self.step)
         batches = tasks.batches(items, self.items_per_update, epochs, seed, first_item, left)
         self.bar = tqdm(
             batches,
@@ -454,6 +456,10 @@ class Run:
         )
         for step, batch in enumerate(self.bar, self.step + 1):
             yield step, batch[distributed.rank() :: distributed.world_size()]
+
+    def last_update(self):
+        """The update after which this process ends, by itself."""
+        return min(self.num_updates, self.args.pause_at or self.num_updates)
 
     def progress(self, step):
         """(joint samples, items of the training set) after so many updates."""
@@ -654,6 +660,8 @@ class Run:
             print(side_by_side(self.samples[-2:]))
             print(time_table(self.totals, time.time() - self.started))
             print(self.outcome())
+        if kind is None and self.step < self.num_updates:
+            print(f"paused after update {self.step} of {self.num_updates}; {self.how_to_go_on()}")
         print(f"{'stopped early; ' if kind else ''}the run is in {self.folder}", flush=True)
         self.tracker.log_samples(self.samples)
         self.tracker.finish(failed=kind is not None)
