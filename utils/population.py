@@ -115,6 +115,7 @@ class Population:
         self.num_updates = None
         self.records = {}  # (generation, member): what came of it
         self.error = None  # that ends it
+        self.lock = None  # of the folder
         self.signals = []  # (when, number)
 
     # --- Its file ---
@@ -132,6 +133,11 @@ class Population:
             self.read(read_json(path), path)
         else:
             self.write()
+
+    def close(self):
+        """Give the folder back."""
+        if self.lock:
+            self.lock.close()
 
     def read(self, content, path):
         differing = []
@@ -397,10 +403,13 @@ def main(args):
         needs = "pip install -r requirements-population.txt"
         raise UserError(f"populations take Ray Tune, which is not here ({one_line(error)}): {needs}") from error
     population = Population(args, script, ranges)
-    population.open()
-    if population.num_updates is None or population.newest() < population.generations:
-        live(population, words, breeding)
-    print(outcome(population))
+    try:
+        population.open()
+        if population.num_updates is None or population.newest() < population.generations:
+            live(population, words, breeding)
+        print(outcome(population))
+    finally:
+        population.close()  # Ray keeps what it was given, and so the population
 
 
 if __name__ == "__main__":
