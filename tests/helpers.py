@@ -321,6 +321,8 @@ def watch_passes(monkeypatch):
     load_models = ppo_llm.models.load_models
 
     def record(module, values, named):
+        if not watched.functions:  # while agents are built
+            return
         projection = module.layers[0].self_attn.q_proj
         adapter = None if projection.disable_adapters else projection.active_adapters[0]
         rows = len(named["input_ids"])

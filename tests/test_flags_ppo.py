@@ -57,9 +57,16 @@ def train(folder, own_task=None, **flags):
         def load_and_watch(*values):
             (base, *_) = loaded = load_models(*values)
             layer = base.base_model.layers[0]
-            layer.register_forward_pre_hook(lambda *_: seen.layers.update(seen.functions[-1:] or ["backward"]))
-            base.lm_head.register_forward_hook(lambda *values: seen.dtypes.add((seen.functions[-1], values[-1].dtype)))
+            layer.register_forward_pre_hook(count_layer)
+            base.lm_head.register_forward_hook(note_dtype)
             return loaded
+
+        def count_layer(*_):
+            backward = ["backward"] if torch.is_grad_enabled() else []  # without gradients: while agents are built
+            seen.layers.update(seen.functions[-1:] or backward)
+
+        def note_dtype(*values):
+            seen.dtypes.update((name, values[-1].dtype) for name in seen.functions[-1:])
 
         def play_and_watch(agents, task, items, *others, greedy=False, **named):
             rollouts = play(agents, task, items, *others, greedy=greedy, **named)
