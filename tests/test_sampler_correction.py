@@ -219,7 +219,7 @@ def test_a_team_learns_from_logprobs_and_values_of_its_own(script, model, tokeni
     ratios = torch.cat([logprobs + 1 for logprobs, _ in right]).exp()
     assert metrics["sampler_ratio"].item() == pytest.approx(ratios.mean().item(), rel=1e-4)
     assert metrics["sampler_ratio_max"].item() == pytest.approx(ratios.max().item(), rel=1e-4)
-    assert metrics["kl"].item() == pytest.approx(0.0, abs=1e-6)  # the actor is still the reference
+    assert metrics["kl"].item() == pytest.approx(0.0, abs=1e-5)  # the actor is still the reference
 
 
 @pytest.mark.parametrize("corrected", [True, False])
