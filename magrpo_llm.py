@@ -591,9 +591,10 @@ class Batch(Rollout):
     reference_logprobs: torch.Tensor | None  # [B, T, L] log pi_ref(a_t|h_t); None with --kl-coef 0
     advantages: torch.Tensor  # [B, T]
     paths: torch.Tensor  # [B, T] how often a turn counts
+    num_turns: torch.Tensor  # [B] turns of an episode, those too that it shares
     weights: torch.Tensor  # [B, T, L] of tokens in the policy's loss
     num_tokens: torch.Tensor | None = None  # sampled tokens, on average over the processes
-    num_actions: torch.Tensor | None = None  # turns that were played, on average over the processes
+    num_actions: torch.Tensor | None = None  # turns of its episodes, on average over the processes
 
 
 def minibatches(batch, args, generator):
@@ -603,7 +604,7 @@ def minibatches(batch, args, generator):
     for rows in order.split(size):
         minibatch = batch.select(rows)
         minibatch.num_tokens = distributed.mean(minibatch.response_mask.sum())
-        minibatch.num_actions = distributed.mean(minibatch.paths.sum())
+        minibatch.num_actions = distributed.mean(minibatch.num_turns.sum())
         yield minibatch
 
 
@@ -657,6 +658,7 @@ def learn(agent, rollout, args, generator):
     --kl-coef is above 0; then, in each epoch, the actor's, with gradients. Where vLLM sampled, the actor's too at
     first, for its log-probabilities.
     """
+    num_turns = rollout.played.sum(-1)
     paths = paths_of_samples(rollout.played, args.num_generations)
     response_mask = rollout.response_mask * (paths > 0)[..., None]
     rollout = replace(rollout, response_mask=response_mask)  # what paths share goes through models once
@@ -669,6 +671,7 @@ def learn(agent, rollout, args, generator):
         reference_logprobs=reference_logprobs,
         advantages=group_advantages(returns, args.num_generations, args.advantage_mode, args.advantage_normalization),
         paths=paths,
+        num_turns=num_turns,
         weights=sampler_weights(rollout, args),
     )
 

@@ -185,9 +185,13 @@ def batch_of(agent, rollout, args):
     )
     advantages = magrpo_llm.group_advantages(returns, args.num_generations, args.advantage_mode)
     paths = magrpo_llm.paths_of_samples(rollout.played, args.num_generations)
-    weights = torch.ones_like(rollout.logprobs)
     batch = magrpo_llm.Batch(
-        **vars(rollout), reference_logprobs=reference, advantages=advantages, paths=paths, weights=weights
+        **vars(rollout),
+        reference_logprobs=reference,
+        advantages=advantages,
+        paths=paths,
+        num_turns=rollout.played.sum(-1),
+        weights=torch.ones_like(rollout.logprobs),
     )
     batch.response_mask = rollout.response_mask * (paths > 0)[..., None]
     return batch
@@ -218,6 +222,22 @@ def test_the_gradient_is_that_of_all_paths_each_token_learned_and_no_padding(mod
     assert len(lengths) > 1  # some responses are padded
     for parameter, gradient in zip(agent.actor.parameters(), gradients):
         torch.testing.assert_close(parameter.grad, gradient, atol=2e-5, rtol=1e-3)
+
+
+def test_minibatches_weigh_turns_as_the_rollout_does(model, tokenizer):
+    gradients = {}
+    for size in (18, 3):
+        args = args_of(mini_batch_size=size, kl_coef=0.3)
+        agents = build_team(model, tokenizer, args)
+        rollouts, _ = play(agents, args, ends=False)  # all paths have as many turns, of which mini-batches share some
+        batch = batch_of(agents[0], rollouts[0], args)
+        minibatches = [*magrpo_llm.minibatches(batch, args, seeded())]
+        assert len({float(each.paths.sum()) for each in minibatches}) == (1 if size == 18 else 3)
+        for minibatch in minibatches:
+            (magrpo_llm.magrpo_loss(agents[0], minibatch, args)[0] / len(minibatches)).backward()
+        gradients[size] = [parameter.grad for parameter in agents[0].actor.parameters()]
+    for one, two in zip(*gradients.values()):
+        torch.testing.assert_close(one, two, atol=2e-5, rtol=1e-3)
 
 
 def test_a_sample_that_paths_share_is_computed_once(model, tokenizer, monkeypatch):
