@@ -108,8 +108,8 @@ def whole(breeding, tmp_path_factory):
 
 def breed(folder="out", **flags):
     """The records of a population of four, of four generations of three updates, by generation and member."""
-    given = {"command": "python script.py", "mutate": RANGE, "generation": 3, "output_dir": str(folder)} | flags
-    population.main(population.Args(**given))
+    settings = {"command": "python script.py", "mutate": RANGE, "generation": 3, "output_dir": str(folder)} | flags
+    population.main(population.Args(**settings))
     return records(folder)
 
 
@@ -172,29 +172,29 @@ def test_a_winners_value_is_multiplied_or_drawn_anew_within_its_range(breeding):
 
 
 def test_losers_fork_winners_and_others_go_on(whole):
-    there = records(whole)
-    assert sorted(there) == [(g, k) for g in (1, 2, 3, 4) for k in range(4)]
+    members = records(whole)
+    assert sorted(members) == [(g, k) for g in (1, 2, 3, 4) for k in range(4)]
     for k in range(4):
-        assert there[1, k]["parent"] is None
-        assert there[1, k]["fitness"] == pytest.approx(3 * there[1, k]["hyperparameters"]["lr"])
+        assert members[1, k]["parent"] is None
+        assert members[1, k]["fitness"] == pytest.approx(3 * members[1, k]["hyperparameters"]["lr"])
     for g in (2, 3, 4):
-        ranked = sorted(range(4), key=lambda k: there[g - 1, k]["fitness"])
+        ranked = sorted(range(4), key=lambda k: members[g - 1, k]["fitness"])
         for k in range(4):
             parent = ranked[-1] if k == ranked[0] else k
-            assert there[g, k]["parent"] == parent
-            before, here = there[g - 1, parent], there[g, k]
-            assert here["fitness"] == pytest.approx(before["fitness"] + 3 * here["hyperparameters"]["lr"])
-            assert (here["hyperparameters"] == before["hyperparameters"]) == (parent == k)
+            assert members[g, k]["parent"] == parent
+            before, after = members[g - 1, parent], members[g, k]
+            assert after["fitness"] == pytest.approx(before["fitness"] + 3 * after["hyperparameters"]["lr"])
+            assert (after["hyperparameters"] == before["hyperparameters"]) == (parent == k)
 
 
 def test_each_generation_is_a_fork_of_one_thread(whole):
-    there = calls(whole.parent / "calls")
-    assert {call["threads"] for call in there} == {"1"}
-    forks = [dict(zip(call["argv"][::2], call["argv"][1::2])) for call in there if "--fork" in call["argv"]]
+    made = calls(whole.parent / "calls")
+    assert {call["threads"] for call in made} == {"1"}
+    forks = [dict(zip(call["argv"][::2], call["argv"][1::2])) for call in made if "--fork" in call["argv"]]
     (first,) = [flags for flags in forks if flags["--output-dir"] == f"{whole}/generation_002/member_0"]
     assert first["--fork"] == f"{whole}/generation_001/member_0/checkpoints/update_000003"
     assert (first["--seed"], first["--eval-interval"], first["--pause-at"]) == ("1", "3", "6")
-    assert len(forks) == 12 and len(there) == 17  # the first member's first update is a start of its own
+    assert len(forks) == 12 and len(made) == 17  # the first member's first update is a start of its own
 
 
 def test_it_says_who_is_best_draws_it_and_keeps_the_newest_agents(whole):
@@ -258,15 +258,15 @@ def test_lost_members_are_forked_anew_and_others_go_on(script, breeding, capsys)
     Path("out/generation_002").mkdir(parents=True)
     population.Population(population.Args(**asked()), "script.py", {}).write()
     Path("out/generation_002/member_3").write_text("")
-    there = breed()
+    members = breed()
     output = capsys.readouterr().out
-    errors = [there[2, k]["error"] for k in range(4)]
+    errors = [members[2, k]["error"] for k in range(4)]
     assert errors[:2] == [None, "killed by SIGKILL"] and "out/generation_002/member_3" in errors[3]
     assert errors[2] == "script.py: error: reward_func raised ValueError: no mind to"
     assert output.count("LOST") == 3 and "generation 2 of 4, member 1: LOST: killed by SIGKILL (lr " in output
-    assert [there[3, k]["parent"] for k in range(4)] == [0, 0, 0, 0]
-    assert [there[2, k]["fitness"] for k in range(1, 4)] == [None] * 3
-    assert all(there[4, k]["fitness"] > there[2, 0]["fitness"] for k in range(4))
+    assert [members[3, k]["parent"] for k in range(4)] == [0, 0, 0, 0]
+    assert [members[2, k]["fitness"] for k in range(1, 4)] == [None] * 3
+    assert all(members[4, k]["fitness"] > members[2, 0]["fitness"] for k in range(4))
 
 
 def asked():
@@ -286,17 +286,17 @@ def test_where_all_are_lost_it_ends_with_one_line(script, breeding):
 
 def test_a_worker_that_is_killed_takes_its_run_with_it_and_is_replaced(script, breeding):
     plan(g2m1="worker")
-    there = breed()
-    assert all(record["error"] is None for record in there.values())
-    here = str(Path("out/generation_002/member_1").absolute())
-    mine = [call["argv"] for call in calls() if here in call["argv"]]
+    members = breed()
+    assert all(record["error"] is None for record in members.values())
+    folder = str(Path("out/generation_002/member_1").absolute())
+    mine = [call["argv"] for call in calls() if folder in call["argv"]]
     assert ["--resume" in argv for argv in mine] == [False, True]
 
 
 def test_values_that_make_a_run_of_another_length_lose(script, breeding):
-    there = breed(mutate={"lr": "0.01:1", "width": "6:8"}, size=6, quantile_fraction=0.2, generation=6)
-    assert {r["error"] is not None for r in there.values() if r["hyperparameters"]["width"] == 8} == {True}
-    assert {r["error"] for r in there.values()} == {None, "with these values a run has 13 updates, and not 12"}
+    members = breed(mutate={"lr": "0.01:1", "width": "6:8"}, size=6, quantile_fraction=0.2, generation=6)
+    assert {r["error"] is not None for r in members.values() if r["hyperparameters"]["width"] == 8} == {True}
+    assert {r["error"] for r in members.values()} == {None, "with these values a run has 13 updates, and not 12"}
 
 
 @pytest.mark.parametrize(
@@ -315,9 +315,14 @@ def test_what_went_wrong_with_a_member_is_a_line(script, tmp_path, fault, error)
     pytest.importorskip("ray.tune")
     from utils import breeding
 
-    there = {"folder": str(tmp_path / "out"), "cwd": str(tmp_path), "python": sys.executable, "words": script.split()}
-    there |= {"generation": 3, "num_updates": 12, "metric": "score" if fault == "no metric" else None}
-    parent = breeding.play(there | {"metric": None}, 1, 0, None, {"lr": 0.5})
+    settings = {
+        "folder": str(tmp_path / "out"),
+        "cwd": str(tmp_path),
+        "python": sys.executable,
+        "words": script.split(),
+    }
+    settings |= {"generation": 3, "num_updates": 12, "metric": "score" if fault == "no metric" else None}
+    parent = breeding.play(settings | {"metric": None}, 1, 0, None, {"lr": 0.5})
     assert (parent["fitness"], parent["error"], parent["parent"]) == (1.5, None, None)
     plan(g2m1=fault)
     if fault == "no folder":
@@ -326,9 +331,9 @@ def test_what_went_wrong_with_a_member_is_a_line(script, tmp_path, fault, error)
     if fault == "no room":
         Path("out/generation_002").write_text("")
     values = {"lr": float("nan") if fault == "not a number" else 0.25, "width": 8 if fault == "longer" else 1}
-    record = breeding.play(there, 2, 1, 0, values)
+    record = breeding.play(settings, 2, 1, 0, values)
     assert record["fitness"] is None and re.fullmatch(error, record["error"]), record["error"]
-    sound = breeding.play(there | {"metric": None}, 2, 2, 0, {"lr": 0.25, "width": 1})
+    sound = breeding.play(settings | {"metric": None}, 2, 2, 0, {"lr": 0.25, "width": 1})
     assert fault == "no room" or (sound["fitness"], sound["error"], sound["parent"]) == (2.25, None, 0)
 
 
@@ -510,16 +515,16 @@ def test_members_are_runs_and_who_forks_nobody_is_the_run_of_its_flags(small_mod
     words = [word for name, value in flags.items() for word in (flag_name(name), str(value))]
     ranges = {"actor_learning_rate": "1e-4:1e-2"}
     command = f"python ippo_llm.py {' '.join(words)}"
-    there = breed(tmp_path / "out", command=command, mutate=ranges, size=2, quantile_fraction=0.5, generation=2)
-    assert {record["error"] for record in there.values()} == {None}
-    best = there[2, 0]["parent"]
-    assert there[2, 1]["parent"] == best and there[1, best]["fitness"] >= there[1, 1 - best]["fitness"]
-    rate = there[1, best]["hyperparameters"]["actor_learning_rate"]
+    members = breed(tmp_path / "out", command=command, mutate=ranges, size=2, quantile_fraction=0.5, generation=2)
+    assert {record["error"] for record in members.values()} == {None}
+    best = members[2, 0]["parent"]
+    assert members[2, 1]["parent"] == best and members[1, best]["fitness"] >= members[1, 1 - best]["fitness"]
+    rate = members[1, best]["hyperparameters"]["actor_learning_rate"]
     own = ["--seed", "1", "--eval-interval", "2", "--actor-learning-rate", str(rate)]
     argv = [sys.executable, "ippo_llm.py", *words, *own, "--output-dir", str(tmp_path / "whole")]
     subprocess.run(argv, check=True, capture_output=True)
-    same = compare(tmp_path / "whole", tmp_path / "out" / there[2, best]["folder"])
+    same = compare(tmp_path / "whole", tmp_path / "out" / members[2, best]["folder"])
     assert all(same.values()) and len(same) > 4
-    config = json.loads((tmp_path / "out" / there[2, 1 - best]["folder"] / "config.json").read_text())
-    other = there[2, 1 - best]["hyperparameters"]["actor_learning_rate"]
+    config = json.loads((tmp_path / "out" / members[2, 1 - best]["folder"] / "config.json").read_text())
+    other = members[2, 1 - best]["hyperparameters"]["actor_learning_rate"]
     assert config["fork"]["changed"] == {"actor_learning_rate": [rate, other]} and rate != other
