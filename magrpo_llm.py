@@ -609,7 +609,10 @@ def minibatches(batch, args, generator):
 
 
 def magrpo_loss(agent, part, args):
-    """A micro-batch's share of the mini-batch's loss and of its metrics: sums, divided by the mini-batch's counts."""
+    """A micro-batch's share of the mini-batch's loss and of its metrics: sums, divided by the mini-batch's counts.
+
+    A turn that paths share counts for each of them in the policy's loss, its tokens once in the entropy.
+    """
     mask = part.response_mask
     logprobs, entropy = policy_and_entropy(agent, part, args)
     entropy = (entropy * mask).sum() / part.num_tokens
