@@ -6,9 +6,9 @@ Agent i with history h and action a_t ascends, with its own actor theta_i,
     delta_t    = r_t + gamma V(h_{t+1}) - V(h_t),    V = 0 after the last action,
 
 while its own critic phi_i descends (V(h_t) - G_t)^2, clipped, with
-G_t = r_t + gamma V_old(h_{t+1}). The A_t of J is a constant, centred in each turn, and divided by the rollout's
-deviation. IAC is IPPO (ippo_llm.py) with lambda 0 and defaults of its own: an update follows every 32 joint samples.
-An action is a whole response, or a token (--action-granularity).
+G_t = r_t + gamma V_old(h_{t+1}). The A_t of J is a constant, standardised over the rollout. IAC is IPPO
+(ippo_llm.py) with lambda 0 and defaults of its own: an update follows every 32 joint samples. An action is a whole
+response, or a token (--action-granularity).
 r is the team's reward, such that what episodes of a rollout earn is standardised, on the last token of a turn, less a
 KL penalty on each token. The other agents are a part of the environment. The critic is a model of its own
 (--use-separate-critic), or a value head on the actor; with a head, the value loss also trains the actor's body.
@@ -99,7 +99,7 @@ class AlgorithmArgs:
     reward_normalization: bool = True  # standardise rewards over the rollout
     # the least standard deviation that rewards are divided by
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)
-    advantage_normalization: bool = True  # centre advantages in each turn, divide by the rollout's deviation
+    advantage_normalization: bool = True  # standardise advantages over the rollout
     entropy_coef: NonNegativeFloat = 0.0  # beta, the weight of the entropy bonus
     value_loss_coef: NonNegativeFloat = 0.02  # weight of the value loss
     value_clip_range: PositiveFloat | None = 0.2  # no gain for a value that moves further to its target; none: any
@@ -571,18 +571,6 @@ def standardise(x, mask, least=0.0):
     return (x - mean) / divisor(mean, deviation, least) * mask
 
 
-def centre_turns(x, mask):
-    """x [B, T, K] less its mean in each turn, in all processes; of one turn x itself, which `standardise` centres.
-
-    Before the critic has learned what is left to earn, turns differ by it far more than actions do.
-    """
-    if x.shape[1] == 1:
-        return x
-    count = distributed.total(mask.sum((0, 2), keepdim=True))
-    mean = distributed.total((x * mask).sum((0, 2), keepdim=True)) / count.clamp(min=1)
-    return (x - mean) * mask
-
-
 def remember_deviation(learner, advantages, mask):
     """The deviation of the advantages, or 98 % of the one before, where that is larger; the learner keeps it.
 
@@ -751,7 +739,6 @@ def learn(agent, rollout, args, generator):
     action_mask = first_of_actions(rollout.response_mask, args)
     advantages, returns = td_error(action_rewards, old_values, action_mask, args.gamma)
     if args.advantage_normalization:
-        advantages = centre_turns(advantages, action_mask)
         advantages = standardise(advantages, action_mask, remember_deviation(agent, advantages, action_mask))
     batch = Batch(
         **vars(rollout),

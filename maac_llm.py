@@ -6,9 +6,8 @@ Agent i with history h_i and action a_t, a whole response, ascends, with its own
     delta_t    = r_t + gamma V(h_{t+1}) - V(h_t),    V = 0 after the last turn,
 
 while the team's one critic phi, which reads what all agents read, h = (h_1, ..., h_N), descends (V(h_t) - G_t)^2, with
-G_t = r_t + gamma V_old(h_{t+1}). The A_t of J is a constant, centred in each turn, divided by the rollout's
-deviation, and the same for all. MAAC is IAC (iac_llm.py) with a central critic, a model of its own, and one step of it
-for a joint mini-batch.
+G_t = r_t + gamma V_old(h_{t+1}). The A_t of J is a constant, standardised over the rollout, and the same for all. MAAC
+is IAC (iac_llm.py) with a central critic, a model of its own, and one step of it for a joint mini-batch.
 r is the team's reward, such that what episodes of a rollout earn is standardised, less a KL penalty, the sum of the
 agents'. One V can't fit rewards of each agent's own: where a task has them, all agents ascend their mean.
 With --critic-type q the critic reads the joint response too: A_t = Q(h_t, a_t) - V(h_t), V being the same critic
@@ -101,7 +100,7 @@ class AlgorithmArgs:
     reward_normalization: bool = True  # standardise rewards over the rollout
     # the least standard deviation that rewards are divided by
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)
-    advantage_normalization: bool = True  # centre advantages in each turn, divide by the rollout's deviation
+    advantage_normalization: bool = True  # standardise advantages over the rollout
     entropy_coef: NonNegativeFloat = 0.0  # beta, the weight of the entropy bonus
     mini_batch_size: PositiveInt = 16  # joint samples in an optimiser step, over all processes
     micro_batch_size: PositiveInt | None = None  # joint samples in a forward pass; none: a process's mini-batch
@@ -594,18 +593,6 @@ def standardise(x, mask, least=0.0):
     return (x - mean) / divisor(mean, deviation, least) * mask
 
 
-def centre_turns(x, mask):
-    """x [B, T, K] less its mean in each turn, in all processes; of one turn x itself, which `standardise` centres.
-
-    Before the critic has learned what is left to earn, turns differ by it far more than actions do.
-    """
-    if x.shape[1] == 1:
-        return x
-    count = distributed.total(mask.sum((0, 2), keepdim=True))
-    mean = distributed.total((x * mask).sum((0, 2), keepdim=True)) / count.clamp(min=1)
-    return (x - mean) * mask
-
-
 def remember_deviation(learner, advantages, mask):
     """The deviation of the advantages, or 98 % of the one before, where that is larger; the learner keeps it.
 
@@ -771,7 +758,6 @@ def learn(agents, critic, rollouts, args, generator):
     values = compute_values(critic, joint_rollout, args)
     advantages, returns = estimate(rewards, values, mask, args)
     if args.advantage_normalization:
-        advantages = centre_turns(advantages, mask)
         advantages = standardise(advantages, mask, remember_deviation(critic, advantages, mask))
     for batch in batches:
         batch.advantages = advantages

@@ -100,7 +100,7 @@ def learning_targets(agent, rollout, args, script=ippo_llm):
     else:
         advantages, returns = script.td_error(rewards, values, action_mask, args.gamma)
     if args.advantage_normalization:
-        advantages = script.standardise(script.centre_turns(advantages, action_mask), action_mask)
+        advantages = script.standardise(advantages, action_mask)
     return values, advantages, returns, action_mask
 
 

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import all_parameters, same_tensors
-from short_runs import FLAGS, SCRIPTS, every_script, make_task, small_model, train
+from short_runs import SCRIPTS, every_script, small_model, train
 
 import iac_llm
 import ippo_llm
-import maac_llm
 
 BOTH = pytest.mark.parametrize("script", [ippo_llm, iac_llm])
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -68,59 +67,6 @@ def test_the_deviation_falls_slowly_and_is_restored(script):
 
 
 # --- What episodes of several turns earn ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("script", [ippo_llm, iac_llm, maac_llm])
-def test_advantages_are_centred_in_each_turn(script):
-    generator = torch.Generator().manual_seed(1)
-    mask = (torch.rand(6, 3, 4, generator=generator) < 0.7).float()
-    mask[:, 1] = 0  # a turn that nobody played
-    mask[1:, 2] = 0
-    x = torch.randn(6, 3, 4, generator=generator) * mask
-    centred = script.centre_turns(x, mask)
-    for t in range(3):
-        of_turn = [float(x[k, t, j]) for k, t_, j in mask.nonzero().tolist() if t_ == t]
-        for k in range(6):
-            for j in range(4):
-                expected = float(x[k, t, j]) - sum(of_turn) / len(of_turn) if mask[k, t, j] else 0.0
-                assert float(centred[k, t, j]) == pytest.approx(expected, abs=1e-6)
-    assert script.centre_turns(x[:, :1], mask[:, :1]) is not x  # a view, untouched
-    assert torch.equal(script.centre_turns(x[:, :1], mask[:, :1]), x[:, :1])
-
-
-@pytest.mark.parametrize("script", ["ippo", "iac", "maac"])
-def test_what_a_turn_pays_whatever_is_done_in_it_changes_nothing(script):
-    """The critics' values begin at 0, so that the first update's advantages are what is left to earn."""
-
-    def as_written(*completions, items):
-        return [float(len(texts[0])) for texts in zip(*completions)]
-
-    def with_a_turn_that_pays(*completions, items, turns):
-        bonus = [50.0 * (len(history) == 2) for history in turns[0]]
-        return [reward + more for reward, more in zip(as_written(*completions, items=items), bonus)]
-
-    learned = []
-    off = {"reward_normalization": False, "kl_coef": 0.0, "max_grad_norm": 1e9, "adam_epsilon": 1.0}
-    own = {"ippo": {"action_granularity": "turn"}, "iac": {}, "maac": {}}[script]
-    own |= {} if script == "maac" else {"use_separate_critic": True}
-    for k, reward in enumerate((as_written, with_a_turn_that_pays)):
-        task = make_task(reward)
-        task.external_transition = lambda agent_completions: ["And on."] * 2
-        args = SCRIPTS[script].Args(
-            **(FLAGS[script] | off | own),
-            num_turns=3,
-            max_steps=4,
-            actor_learning_rate=1.0,
-            anneal_lr=False,
-            output_dir=f"run_{k}",
-        )
-        agents, run = SCRIPTS[script].main(args, task, *small_model())
-        assert len(run.rows) == 1 and run.rows[0]["turns"] == 3
-        learned.append([x.detach() for agent in agents[:2] for x in agent.actor.parameters()])
-    untrained = [x.detach() for x in small_model()[0].parameters()] * 2
-    largest = max((one - two).abs().max() for one, two in zip(learned[0], untrained))
-    for one, two in zip(*learned):
-        torch.testing.assert_close(one, two, atol=1e-4 * float(largest), rtol=0)
 
 
 @BOTH
