@@ -574,7 +574,10 @@ def group_advantages(returns, num_generations, mode, normalized=False):
 
 
 def paths_of_samples(played, num_generations):
-    """[B, T]: how often an episode's turn counts. What several share counts for all in the first; an end, in each."""
+    """[B, T]: how often an episode's turn counts. What several share counts for all in the first of them.
+
+    A last turn counts in each, once: so there is no episode without a turn to learn.
+    """
     paths = torch.zeros_like(played, dtype=torch.float32)
     T = played.shape[1]
     for t in range(T):
@@ -586,33 +589,33 @@ def paths_of_samples(played, num_generations):
 
 @dataclass
 class Batch(Rollout):
-    """A rollout, without the turns that do not count, and what the loss needs; the counts are of the mini-batch."""
+    """A rollout, without the turns that do not count, and what the loss needs; the counts are of the mini-batch.
+
+    A turn that paths share counts for each of them in the policy's loss, and once in the entropy.
+    """
 
     reference_logprobs: torch.Tensor | None  # [B, T, L] log pi_ref(a_t|h_t); None with --kl-coef 0
     advantages: torch.Tensor  # [B, T]
     paths: torch.Tensor  # [B, T] how often a turn counts
-    num_turns: torch.Tensor  # [B] turns of an episode, those too that it shares
     weights: torch.Tensor  # [B, T, L] of tokens in the policy's loss
     num_tokens: torch.Tensor | None = None  # sampled tokens, on average over the processes
-    num_actions: torch.Tensor | None = None  # turns of its episodes, on average over the processes
+    num_actions: torch.Tensor | None = None  # turns of as many episodes, of the mean length in the rollout
 
 
 def minibatches(batch, args, generator):
     """The mini-batches of a rollout's batch, in a new random order; an episode's turns stay together."""
+    num_turns = distributed.mean(batch.paths.sum()) / len(batch.ids)  # of an episode
     order = torch.randperm(len(batch.ids), generator=generator, device=generator.device)
     size = args.mini_batch_size // distributed.world_size()
     for rows in order.split(size):
         minibatch = batch.select(rows)
         minibatch.num_tokens = distributed.mean(minibatch.response_mask.sum())
-        minibatch.num_actions = distributed.mean(minibatch.num_turns.sum())
+        minibatch.num_actions = num_turns * len(rows)  # its own would weigh a group's members by who is with them
         yield minibatch
 
 
 def magrpo_loss(agent, part, args):
-    """A micro-batch's share of the mini-batch's loss and of its metrics: sums, divided by the mini-batch's counts.
-
-    A turn that paths share counts for each of them in the policy's loss, its tokens once in the entropy.
-    """
+    """A micro-batch's share of the mini-batch's loss and of its metrics: sums, divided by the mini-batch's counts."""
     mask = part.response_mask
     logprobs, entropy = policy_and_entropy(agent, part, args)
     entropy = (entropy * mask).sum() / part.num_tokens
@@ -661,7 +664,6 @@ def learn(agent, rollout, args, generator):
     --kl-coef is above 0; then, in each epoch, the actor's, with gradients. Where vLLM sampled, the actor's too at
     first, for its log-probabilities.
     """
-    num_turns = rollout.played.sum(-1)
     paths = paths_of_samples(rollout.played, args.num_generations)
     response_mask = rollout.response_mask * (paths > 0)[..., None]
     rollout = replace(rollout, response_mask=response_mask)  # what paths share goes through models once
@@ -674,7 +676,6 @@ def learn(agent, rollout, args, generator):
         reference_logprobs=reference_logprobs,
         advantages=group_advantages(returns, args.num_generations, args.advantage_mode, args.advantage_normalization),
         paths=paths,
-        num_turns=num_turns,
         weights=sampler_weights(rollout, args),
     )
 
