@@ -584,7 +584,7 @@ def remember_deviation(learner, advantages, mask):
 def standardise_returns(rewards, played, least):
     """Rewards of turns [B, T], such that their sums over an episode are standardised, as `standardise` does it.
 
-    The mean comes off an episode's last turn alone: a turn more or less is worth what it pays.
+    The mean comes off an episode's last turn alone: with gamma 1, a turn more or less is worth what it pays.
     """
     is_last = played - pad(played[:, 1:], (0, 1))
     mean, deviation = moments(rewards.sum(1), played[:, 0])

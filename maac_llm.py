@@ -606,7 +606,7 @@ def remember_deviation(learner, advantages, mask):
 def standardise_returns(rewards, played, least):
     """Rewards of turns [B, T], such that their sums over an episode are standardised, as `standardise` does it.
 
-    The mean comes off an episode's last turn alone: a turn more or less is worth what it pays.
+    The mean comes off an episode's last turn alone: with gamma 1, a turn more or less is worth what it pays.
     """
     is_last = played - pad(played[:, 1:], (0, 1))
     mean, deviation = moments(rewards.sum(1), played[:, 0])
@@ -663,7 +663,7 @@ class Batch(Rollout):
     reference_logprobs: torch.Tensor | None = None  # [B, T, L] an actor's log pi_ref(a_t|h_t); None with --kl-coef 0
     weights: torch.Tensor | None = None  # [B, T, L] of an actor's tokens in the policy's loss
     advantages: torch.Tensor | None = None  # [B, T, K] an actor's
-    old_values: torch.Tensor | None = None  # [B, T, K] V(h_t) before the update
+    old_values: torch.Tensor | None = None  # [B, T, K] before the update: V(h_t), of a q critic then Q
     returns: torch.Tensor | None = None  # [B, T, K] the critic's targets
     num_tokens: torch.Tensor | None = None  # sampled tokens, on average over the processes
     num_actions: torch.Tensor | None = None  # actions, on average over the processes
