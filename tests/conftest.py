@@ -17,6 +17,24 @@ from utils.tasks import tldr
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, one thread each, and so do the processes that they start
 torch.set_num_threads(1)
 
+# Files of the short form: every script, its oracles, resume, bad input. Those of all others are marked `rest`.
+SHORT = """
+    advantages algorithm bad_input exact_gradients learning maac magrpo noise ppo_advantages ppo_first_ratio
+    ppo_learning ppo_loss readme resume run sampling single_file task_build task_number task_runs tiny_lm
+    turns two_processes
+""".split()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Mark the tests that the short form leaves out, unless files were asked for."""
+    if any(".py" in argument for argument in config.args):
+        return
+    for item in items:
+        has_another_form = item.get_closest_marker("slow") or item.get_closest_marker("vllm")
+        if item.path.stem.removeprefix("test_") not in SHORT and not has_another_form:
+            item.add_marker("rest")
+
 
 @pytest.fixture(scope="session")
 def tokenizer():
