@@ -285,3 +285,31 @@ def largest_difference(one, other):
 def contents(path):
     """The bytes of all files in a folder, by name."""
     return {str(file.relative_to(path)): file.read_bytes() for file in checkpoint.files_in(path)}
+
+
+# --- A run that waits -------------------------------------------------------------------------------------------------
+
+WAITING_TASK = """
+import os, time
+from utils.tasks import number
+from utils.tasks.number import *
+calls = 0
+def reward_func(*completions, items):
+    global calls
+    calls += len(items) > HELD_OUT
+    while calls > 3 and os.path.exists("WAIT"):
+        open("WAIT.reached", "w").close()
+        time.sleep(0.01)
+    return number.reward_func(*completions, items=items)
+"""
+
+
+def write_waiting_task(folder, held_out=2):
+    """<folder>/waiting.py, a task that waits in an update that is not the first, until the file returned is removed.
+
+    Of so many items at most it is asked for held-out rewards, which it does not count.
+    """
+    obstacle = folder / "wait"
+    (folder / "waiting.py").write_text(WAITING_TASK.replace("WAIT", str(obstacle)).replace("HELD_OUT", str(held_out)))
+    obstacle.touch()
+    return obstacle

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from processes import COMMANDS, ROOT, SCRIPTS, assert_same, command, finish, saved_steps, start
+from processes import COMMANDS, ROOT, SCRIPTS, assert_same, command, finish, saved_steps, start, write_waiting_task
 
 from utils.files import read_rows
 
@@ -79,27 +79,11 @@ def test_a_longer_run_that_is_killed_twenty_times_gives_the_same_bits(case, numb
 
 # --- Stopped by a signal ----------------------------------------------------------------------------------------------
 
-WAITING_TASK = """
-import os, time
-from utils.tasks import number
-from utils.tasks.number import *
-calls = 0
-def reward_func(*completions, items):
-    global calls
-    calls += len(items) > HELD_OUT
-    while calls > 3 and os.path.exists("WAIT"):
-        open("WAIT.reached", "w").close()
-        time.sleep(0.01)
-    return number.reward_func(*completions, items=items)
-"""
-
 
 @pytest.fixture
 def waiting(small_model, tmp_path):
     """Starts a run that waits for a reward, in an update that is not the first, until a file is removed."""
-    obstacle = tmp_path / "wait"
-    (tmp_path / "waiting.py").write_text(WAITING_TASK.replace("WAIT", str(obstacle)).replace("HELD_OUT", "2"))
-    obstacle.touch()
+    obstacle = write_waiting_task(tmp_path)
 
     def begin(case):
         name, flags = command(case, small_model)

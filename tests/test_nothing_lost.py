@@ -19,6 +19,7 @@ from processes import (
     saved_steps,
     start,
     start_two,
+    write_waiting_task,
 )
 from safetensors.torch import save_file
 
@@ -102,30 +103,13 @@ def test_an_agents_folder_is_never_gone_for_longer_than_it_takes_to_rename_anoth
 
 # --- Signals that leave little time -----------------------------------------------------------------------------------
 
-WAITING_TASK = """
-import os, time
-from utils.tasks import number
-from utils.tasks.number import *
-calls = 0
-def reward_func(*completions, items):
-    global calls
-    calls += len(items) > HELD_OUT
-    while calls > 3 and os.path.exists("WAIT"):
-        open("WAIT.reached", "w").close()
-        time.sleep(0.01)
-    return number.reward_func(*completions, items=items)
-"""
-
 
 @pytest.fixture
 def waiting(small_model, tmp_path):
     """Gives the script and the flags of a run that waits for a reward until a file is removed, and that file."""
 
     def of(processes):
-        obstacle = tmp_path / "wait"
-        task = WAITING_TASK.replace("WAIT", str(obstacle)).replace("HELD_OUT", str(2 // processes))
-        (tmp_path / "waiting.py").write_text(task)
-        obstacle.touch()
+        obstacle = write_waiting_task(tmp_path, held_out=2 // processes)
         name, flags = command(CASE, small_model)
         return name, [*flags, "--task", tmp_path / "waiting.py", "--output-dir", tmp_path / "run"], obstacle
 
