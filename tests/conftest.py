@@ -19,9 +19,8 @@ torch.set_num_threads(1)
 
 # Files of the short form: every script, its oracles, resume, bad input. Those of all others are marked `rest`.
 SHORT = """
-    advantages algorithm bad_input exact_gradients learning maac magrpo noise ppo_advantages ppo_first_ratio
-    ppo_learning ppo_loss readme resume run sampling single_file task_build task_number task_runs tiny_lm
-    turns two_processes
+    advantages algorithm bad_input exact_gradients learning maac magrpo noise ppo_advantages ppo_learning
+    ppo_loss readme resume run sampling single_file task_build task_number tiny_lm turns two_processes
 """.split()
 
 
