@@ -153,3 +153,14 @@ def test_the_study_of_a_central_critic_in_short(tmp_path, monkeypatch, capsys):
 def test_methods_score_as_many_joint_samples():
     assert [central_critic.scored("IAC", turns) for turns in (1, 4)] == [1, 4]
     assert [central_critic.scored("MAGRPO", turns) for turns in (1, 2, 4)] == [1, 6 / 4, 30 / 16]
+
+
+def test_the_figures_of_populations_are_of_the_kept_results():
+    page = (ROOT / "docs/populations.md").read_text()
+    for label, name in {"bred, three generations": "bred__1", "kept": "kept__1"}.items():
+        population = json.loads((ROOT / f"benchmark/results/population/{name}/population.json").read_text())
+        last = max(each["generation"] for each in population["members"])
+        scores = [each["fitness"] for each in population["members"] if each["generation"] == last]
+        assert f"| {label} | {max(scores):.2f} | {np.mean(scores):.2f} |" in page
+        assert f"--generation {population['generation']} --output-dir runs/population/{name}\n" in page
+        assert population["command"] in page
