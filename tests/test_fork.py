@@ -172,10 +172,23 @@ def test_a_fork_that_was_cut_off_while_it_was_made_is_made_again(monkeypatch):
     assert run.step == 3 and all(compare("whole", "fork").values())
 
 
+def test_a_checkpoint_that_is_removed_while_it_is_copied_is_one_line(monkeypatch):
+    train("ippo", folder="first", **KEPT)
+
+    def remove(source, _):
+        shutil.rmtree(source)
+        raise shutil.Error([("a file", "its copy", "No such file or directory")])
+
+    monkeypatch.setattr("utils.fork.shutil.copytree", remove)
+    with pytest.raises(UserError, match="^--fork: first/checkpoints/update_000003 can't be copied: that run goes on"):
+        train("ippo", folder="fork", fork="first", num_train_epochs=2)
+
+
 def test_the_command_forks_a_run_that_is_under_way(tmp_path):
     first, fork = tmp_path / "first", tmp_path / "fork"
     flags = ["--task", "number", "--max-new-tokens", "3", "--rollout-buffer-size", "4", "--mini-batch-size", "4"]
     flags += ["--train-size", "400", "--save-interval", "1", "--eval-interval", "0", "--output-dir", first]
+    flags += ["--keep-checkpoints", "100"]  # none is removed while it is copied
     process = start("ippo_llm", *flags)
     process.wait_until((first / "checkpoints/update_000003").exists)
     finish("ippo_llm", "--fork", first, "--output-dir", fork, "--max-steps", "40", "--gamma", "0.5")

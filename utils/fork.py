@@ -84,4 +84,7 @@ def copy_fork(fork, folder):
         check_whole(aside)
         put(aside, final)
     except (OSError, UserError) as error:
-        raise UserError(f"--fork: {run}/checkpoints/{name} can't be copied: {one_line(error)}") from error
+        reason = one_line(error)
+        if run / "checkpoints" / name not in checkpoints(run / "checkpoints"):
+            reason = "that run goes on, and has removed it for a newer one; try again, or let it keep more"
+        raise UserError(f"--fork: {run}/checkpoints/{name} can't be copied: {reason}") from error
