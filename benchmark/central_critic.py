@@ -45,7 +45,7 @@ SETTINGS = {  # name: turns, what pays
     "4 turns, the last pays": (4, "last-kept"),
 }
 CHOSEN_ON = ("2 turns, each pays", "2 turns, the last pays")
-RATES = ("5e-4", "1e-3", "2e-3")  # of actors; critics have twice that
+RATES = ("2.5e-4", "5e-4", "1e-3", "2e-3")  # of actors; critics have twice that
 SAMPLES = {"full": 4096, "quick": 128}  # joint samples that a run scores
 UPDATE = 64  # joint samples of an update, which is two optimiser steps
 
@@ -204,7 +204,7 @@ class StudyArgs:
 
     size: Literal["full", "quick"] = "full"  # quick: a few updates, of two turns and one learning rate
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # seeds of every run
-    rate_seeds: tuple[int, ...] = (101,)  # seeds of the runs that choose the learning rates
+    rate_seeds: tuple[int, ...] = (101, 102, 103)  # seeds of the runs that choose the learning rates
     workers: PositiveInt = 1  # runs at a time, of one thread each
     output_dir: str = f"{HERE.name}/central"  # folder of the runs, and of what is kept of them
 
@@ -224,7 +224,7 @@ def main(args):
     if is_quick and folder.resolve() == HERE / "central":
         raise UserError(f"--size quick takes another --output-dir: the full results are in {folder}")
     tables = {}
-    rates = dict.fromkeys(METHODS, RATES[1])
+    rates = dict.fromkeys(METHODS, "1e-3")
     if not is_quick:
         failed = make(grid(args), args)
         if failed:
