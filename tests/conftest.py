@@ -17,10 +17,11 @@ from utils.tasks import tldr
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, one thread each, and so do the processes that they start
 torch.set_num_threads(1)
 
-# Files of the short form: every script, its oracles, resume, bad input. Those of all others are marked `rest`.
+# Files of the short form: every script's oracles, learning, resume, bad input. Tests of all others are marked `rest`,
+# and so are those that make a fault and see that it is found.
 SHORT = """
-    advantages algorithm bad_input exact_gradients learning maac magrpo noise ppo_advantages ppo_learning
-    ppo_loss readme resume run sampling single_file task_build task_number tiny_lm turns two_processes
+    advantages algorithm bad_input exact_gradients learning maac magrpo ppo_advantages ppo_learning ppo_loss
+    resume sampling single_file task_number turns
 """.split()
 
 
@@ -31,7 +32,8 @@ def pytest_collection_modifyitems(config, items):
         return
     for item in items:
         has_another_form = item.get_closest_marker("slow") or item.get_closest_marker("vllm")
-        if item.path.stem.removeprefix("test_") not in SHORT and not has_another_form:
+        is_short = item.path.stem.removeprefix("test_") in SHORT and not item.originalname.endswith("_seen")
+        if not is_short and not has_another_form:
             item.add_marker("rest")
 
 
