@@ -274,7 +274,7 @@ def test_torchrun_starts_the_processes_of_a_run(script):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert job.argv == [python, *launcher, name, "--flag", "1", "--seed", "1"]
     text = benchmark.slurm_script(args, [job])
-    assert "#SBATCH --cpus-per-task=2\n##SBATCH --gpus-per-task=2\n" in text
+    assert "#SBATCH --cpus-per-task=2\n" in text and "one # less\n##SBATCH --gpus-per-task=2\n" in text
     assert "--nproc-per-node 2" in text
 
 

@@ -314,6 +314,7 @@ def slurm_script(args, jobs):
 #SBATCH --job-name={own[3]}
 #SBATCH --array=0-{len(jobs) - 1}%{args.workers}
 #SBATCH --cpus-per-task={args.threads * args.nproc_per_node}
+# where there are GPUs, the next line with one # less
 ##SBATCH --gpus-per-task={args.nproc_per_node}
 #SBATCH --mem-per-cpu=4G
 #SBATCH --time=24:00:00
