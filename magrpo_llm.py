@@ -146,9 +146,10 @@ def check_args(args):
     """Raise UserError for flags that do not go together, before anything is loaded or written."""
     distributed.check_flags(args, multiples=("mini_batch_size",))
     engine.check_vllm_args(args)
-    divisor = args.num_generations**args.num_turns * distributed.world_size()
-    if args.rollout_buffer_size % divisor:
-        takes = f"a multiple of generations ^ turns x processes, {divisor}"
+    processes = distributed.world_size()
+    if args.rollout_buffer_size % (args.num_generations**args.num_turns * processes):
+        counts = f"{args.num_generations} ^ {args.num_turns} x {processes}"
+        takes = f"a multiple of generations ^ turns x processes, {counts}"
         raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
     if args.early_termination_threshold is not None and args.num_turns == 1:
         raise UserError("--early-termination-threshold has no effect with --num-turns 1")

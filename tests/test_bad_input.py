@@ -46,7 +46,7 @@ BAD_FLAGS = {
     "--reward-norm-eps 0": "--reward-norm-eps: Input should be greater than 0, got 0.0",
     "--num-turns 2": "the task in .*_llm.py has no external_transition, which 2 turns take",
     "--num-turns 2 --task tldr": "--task tldr has no external_transition, which 2 turns take",
-    "--num-generations 3": "--rollout-buffer-size takes a multiple of generations .*x processes, 3, got (64|32)",
+    "--num-generations 3": "--rollout-buffer-size takes a multiple of generations .*x processes, 3.*, got (64|32)",
     "--max-steps 0": "--max-steps: Input should be greater than 0, got 0",
     "--max-prompt-length 0": "--max-prompt-length: Input should be greater than 0, got 0",
     "--train-size 10": r"train_dataset of the task in .*_llm.py has 10 items; an update takes (64|32|16) ",

@@ -281,13 +281,14 @@ def test_a_run_of_trees_learns_and_reports_its_paths(in_tmp_path):
         ({"num_generations": 1}, "--num-generations: .*greater than or equal to 2"),
         (
             {"num_generations": 3},
-            "--rollout-buffer-size takes a multiple of generations \\^ turns x processes, 3, got 4",
+            "--rollout-buffer-size takes a multiple of generations \\^ turns x processes, 3 \\^ 1 x 1, got 4",
         ),
         (
             {"advantage_mode": "rloo", "advantage_normalization": True},
             "--advantage-mode has no effect with --advantage-normalization",
         ),
-        ({"num_generations": 2, "num_turns": 3}, "multiple of generations \\^ turns x processes, 8, got 4"),
+        ({"num_generations": 2, "num_turns": 3}, "multiple of generations \\^ turns x processes, 2 \\^ 3 x 1, got 4"),
+        ({"num_generations": 2, "num_turns": 20000}, "multiple of .* 2 \\^ 20000 x 1, got 4"),
     ],
 )
 def test_bad_groups_are_one_line(flags, message, in_tmp_path):
