@@ -7,8 +7,10 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,7 +137,8 @@ def plan(**faults):
 def start(*flags, workers=1):
     """The command under way, with a Ray of its own."""
     argv = [sys.executable, "-m", "utils.population", "--command", "python script.py", "--mutate", "lr=0.01:1"]
-    argv += ["--generation", "3", "--output-dir", "out", "--workers", str(workers), *flags]
+    argv += ["--generation", "3", "--output-dir", "out", *flags]
+    argv += ["--workers", str(workers)] if workers else []
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": str(ROOT)}, **streams)
 
@@ -235,6 +238,35 @@ def test_a_killed_population_goes_on_with_the_same_lineage_however_many_workers_
         str(Path("out/generation_003/member_1").absolute())
     ]
     assert breed() == records() and len(calls()) == done + 7  # there is nothing left to do
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """The address of a Ray cluster of this machine, of processes of its own."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else a token is asked for
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-cpus=2", "--block"]
+    argv += ["--include-dashboard=false", f"--object-store-memory={100 * 2**20}"]
+    with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets take no longer one
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen([*argv, f"--temp-dir={folder}"], **quiet)
+        yield f"127.0.0.1:{port}"
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def test_a_population_of_a_cluster_has_the_same_lineage_and_goes_on_after_a_kill(cluster, script, whole):
+    plan(g2m1="waits")
+    process = start("--address", cluster, workers=None)
+    wait_until(lambda: Path("waits").exists() and Path("waits").read_text())
+    pid = Path("waits").read_text()
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())  # what was under way has ended too
+    output, _ = start("--address", cluster, workers=None).communicate(timeout=240)
+    assert lineage() == lineage(whole), output
 
 
 def test_a_stopped_population_saves_and_goes_on(script, breeding):
