@@ -569,7 +569,9 @@ def group_advantages(returns, num_generations, mode, normalized=False):
         advantage = group - baselines[mode]
         if normalized:
             advantage = advantage - advantage.mean(1, keepdim=True)
-            advantage = advantage / advantage.std(1, correction=0, keepdim=True).clamp(min=1e-6)
+            deviation = advantage.std(1, correction=0, keepdim=True)
+            is_rounding = deviation <= 1e-6 * mean.abs().clamp(min=1)  # what was divided by it would be noise
+            advantage = advantage / deviation.masked_fill(is_rounding, torch.inf)
         advantages[:, t] = advantage.flatten().repeat_interleave(paths)
     return advantages
 

@@ -175,6 +175,8 @@ def test_a_group_that_earns_the_same_teaches_nothing():
     returns = torch.full((9, 2), 0.7)
     for normalised in (False, True):
         assert not magrpo_llm.group_advantages(returns, 3, "mean", normalised).any()
+    rounded = returns + 1e-7 * torch.randn(9, 2, generator=seeded())  # the KL penalty of actors that have not learned
+    assert not magrpo_llm.group_advantages(rounded, 3, "mean", True).any()
 
 
 def batch_of(agent, rollout, args):
