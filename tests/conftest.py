@@ -20,8 +20,8 @@ torch.set_num_threads(1)
 # Files of the short form: every script's oracles, learning, resume, bad input. Tests of all others are marked `rest`,
 # and so are those that make a fault and see that it is found.
 SHORT = """
-    advantages algorithm bad_input exact_gradients learning maac magrpo ppo_advantages ppo_learning ppo_loss
-    resume sampling single_file task_number turns
+    advantages algorithm bad_input exact_gradients learning maac magrpo ppo_advantages ppo_loss resume single_file
+    task_number
 """.split()
 
 
