@@ -138,7 +138,7 @@ def run(*words, folder):
 
 @pytest.mark.parametrize("script", ["ippo_llm", pytest.param("iac_llm", marks=pytest.mark.slow), "ppo_llm"])
 def test_a_game_is_learned_and_shown(script, tmp_path):
-    own = ["--probes", "always-1", "--output-dir", tmp_path / "runs"]
+    own = ["--probes", "always-1", "--episodes", 1600, "--output-dir", tmp_path / "runs"]
     out = ["--json", tmp_path / "of/table.json", "--picture", tmp_path / "of/bars.png"]
     process = run("--command", f"python {script}.py", "--quick", *own, *out, folder=tmp_path)
     assert process.returncode == 0, process.stderr
