@@ -30,10 +30,9 @@ from utils.tasks import build
 
 HERE = Path(__file__).resolve().parent
 GENERATIONS = 2  # of MAGRPO
-CRITICS = "--use-separate-critic --value-clip-range None --value-loss-coef 0.02"  # MAAC's critic is not clipped either
 METHODS = {
-    "IAC": f"python iac_llm.py {CRITICS}",
-    "IPPO": f"python ippo_llm.py {CRITICS}",
+    "IAC": "python iac_llm.py --use-separate-critic --value-clip-range None",  # MAAC's critic has a plain loss too
+    "IPPO": "python ippo_llm.py --use-separate-critic --value-clip-range None",
     "MAAC": "python maac_llm.py",
     "MAGRPO": f"python magrpo_llm.py --num-generations {GENERATIONS}",
 }

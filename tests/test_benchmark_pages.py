@@ -157,10 +157,21 @@ def test_methods_score_as_many_joint_samples():
 
 def test_the_figures_of_populations_are_of_the_kept_results():
     page = (ROOT / "docs/populations.md").read_text()
-    for label, name in {"bred, three generations": "bred__1", "kept": "kept__1"}.items():
-        population = json.loads((ROOT / f"benchmark/results/population/{name}/population.json").read_text())
-        last = max(each["generation"] for each in population["members"])
-        scores = [each["fitness"] for each in population["members"] if each["generation"] == last]
-        assert f"| {label} | {max(scores):.2f} | {np.mean(scores):.2f} |" in page
-        assert f"--generation {population['generation']} --output-dir runs/population/{name}\n" in page
-        assert population["command"] in page
+    for game, prefix in {"`ppo_llm.py`, `guess`": "", "`ippo_llm.py`, `tldr`": "tldr_"}.items():
+        table = []  # of each seed: the best member and the mean, bred and kept
+        for seed in (1, 2, 3):
+            row = []
+            for name in (f"{prefix}bred", f"{prefix}kept"):
+                file = ROOT / f"benchmark/results/population/{name}__{seed}/population.json"
+                population = json.loads(file.read_text())
+                assert population["seed"] == seed and f'command="{population["command"]}"' in page
+                assert f"--generation {population['generation']} --output-dir runs/population/{name}__$seed" in page
+                assert all(f"{flag}={low_high}" in page for flag, low_high in population["mutate"].items())
+                last = max(each["generation"] for each in population["members"])
+                scores = [each["fitness"] for each in population["members"] if each["generation"] == last]
+                row += [max(scores), np.mean(scores)]
+            table.append(row)
+            assert f"| {game} | {seed} | {' | '.join(f'{value:.2f}' for value in row)} |" in page
+        columns = zip(np.mean(table, 0), *plot.interval(table), strict=True)
+        means = [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in columns]
+        assert f"| | mean | {' | '.join(means)} |" in page
