@@ -16,6 +16,7 @@ from utils.tasks import tldr
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, one thread each, and so do the processes that they start
 torch.set_num_threads(1)
+utils.run.draw_curves = lambda *_: None  # takes longer than the rest of a short run; helpers.with_curves draws them
 
 # Files of the short form: every script's oracles, learning, resume, bad input. Tests of all others are marked `rest`,
 # and so are those that make a fault and see that it is found.
@@ -105,10 +106,9 @@ def begun(whole, tmp_path):
 
 @pytest.fixture
 def in_tmp_path(tmp_path, monkeypatch):
-    """A folder of its own to work in, no curves, and a check that runs put back what they take."""
+    """A folder of its own to work in, and a check that runs put back what they take."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)  # takes longer than all the rest
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -123,9 +123,7 @@ def undisturbed(tmp_path_factory):
     @functools.cache
     def make(script):
         folder = tmp_path_factory.mktemp(script) / "run"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(utils.run, "draw_curves", lambda *_: None)
-            train(script, folder=folder)
+        train(script, folder=folder)
         return folder
 
     return make

@@ -1,20 +1,32 @@
 """What several tests need: short runs, agents with values, and a rollout on its way from sampling to learning."""
 
+import contextlib
 import csv
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import ippo_llm
 import ppo_llm
+import utils.run
 from utils.models import locate
+from utils.report import draw_curves
 from utils.tasks import tldr
 
 TINY = str(Path(locate("utils/tiny_lm")).resolve())
+
+
+@contextlib.contextmanager
+def with_curves():
+    """Within it, runs of this process draw their curves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils.run, "draw_curves", draw_curves)
+        yield
 
 
 def make_args(tmp_path=None, script=ippo_llm, **flags):

@@ -11,17 +11,10 @@ import iac_llm
 import ippo_llm
 import maac_llm
 import magrpo_llm
-import utils.run
 from utils.cli import UserError
 from utils.distributed import start
 
 SCRIPTS = pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    """Drawing takes longer than all the rest."""
-    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
 
 
 def short_args(tmp_path, script=ippo_llm, **flags):

@@ -126,10 +126,9 @@ def unreachable(*_, **__):
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path, monkeypatch):
-    """A folder of its own to work in, no network, no curves, and nothing that takes minutes."""
+    """A folder of its own to work in, no network, and nothing that takes minutes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
     monkeypatch.setattr(utils.run, "git_commit", lambda: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **named: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)

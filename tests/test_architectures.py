@@ -11,7 +11,6 @@ from helpers import randomise_adapters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_llm
-import utils.run
 from benchmark import architectures
 from utils import causal_lm, enjoy
 from utils.models import from_pretrained
@@ -44,7 +43,6 @@ def folder(request, tmp_path_factory):
 
 @pytest.mark.parametrize("label, folder", cases(), indirect=["folder"])
 def test_a_script_trains_an_architecture(label, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)  # takes longer than all the rest
     result = architectures.check_script(architectures.SCRIPTS[label], str(folder), str(tmp_path / "run"))
     assert len(set(result["lengths"])) > 1  # rows that end at different times
     assert result["sampled"] < 1e-4

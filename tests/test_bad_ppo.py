@@ -17,7 +17,6 @@ import pytest
 from helpers import make_model
 
 import ppo_llm
-import utils.run
 from utils.cli import TaskError, UserError, command_line, parse
 from utils.tasks import number
 
@@ -32,7 +31,6 @@ def surroundings(tmp_path, monkeypatch):
     """A folder of its own to work in; loading an environment adds folders to sys.path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)  # takes longer than all the rest
 
 
 @pytest.fixture
@@ -234,9 +232,7 @@ def test_help_explains_a_flag(help_text, name):
 def stage(tmp_path_factory):
     """The folder of a run."""
     folder = tmp_path_factory.mktemp("stage") / "run"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
-        ppo_llm.main(parse(ppo_llm.Args, [*SMALL, "--output-dir", str(folder)]))
+    ppo_llm.main(parse(ppo_llm.Args, [*SMALL, "--output-dir", str(folder)]))
     return folder
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from short_runs import IN_ENV, Env, assert_one_line, assert_same_run, install_env, saved_state, train
 
-import utils.run
 from utils.cli import TaskError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -75,7 +74,6 @@ def undisturbed_env(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         install_env(patch, Env)
         patch.setattr(sys, "path", [*sys.path])
-        patch.setattr(utils.run, "draw_curves", lambda *_: None)
         train("ppo", folder=folder, **IN_ENV)
     return folder
 

@@ -11,7 +11,6 @@ import iac_llm
 import ippo_llm
 import maac_llm
 import magrpo_llm
-import utils.run
 from utils.tasks import number
 
 SMALL = {"task": "number", "train_size": 16, "max_new_tokens": 4, "eval_interval": 0}  # two updates
@@ -31,7 +30,6 @@ def train(tmp_path, script, task=None, **flags):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "Agent", WatchedAgent)
-        patch.setattr(utils.run, "draw_curves", lambda *_: None)  # takes longer than all the rest
         agents, run = script.main(make_args(tmp_path, script, **(SMALL | flags)), task)
     return SimpleNamespace(agents=agents, run=run, rows=run.rows, folder=run.folder, most_rows=max(batch_sizes))
 

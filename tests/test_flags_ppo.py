@@ -15,7 +15,6 @@ from helpers import make_model, watch_passes
 from torch import nn
 
 import ppo_llm
-import utils.run
 from utils.cli import TaskError, UserError
 from utils.tasks import number
 
@@ -79,7 +78,6 @@ def train(folder, own_task=None, **flags):
         monkeypatch.setattr(ppo_llm.models, "load_models", load_and_watch)
         monkeypatch.setattr(ppo_llm, "play", play_and_watch)
         monkeypatch.setattr(nn.Module, "compile", lambda self, **named: seen.compiled.append((self, named["mode"])))
-        monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
         args = ppo_llm.Args(**{**SMALL, "output_dir": str(folder), **flags})
         seen.agents, seen.run = ppo_llm.main(args, own_task)
     seen.rows = seen.run.rows

@@ -11,7 +11,6 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-import utils.run
 from benchmark import architectures
 from utils import models
 from utils.cli import UserError, parse
@@ -102,7 +101,6 @@ def test_settings_that_critics_and_actors_do_not_take(script, flags, message):
 
 def test_a_quantized_base_learns_under_adapters(tmp_path, monkeypatch):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
     monkeypatch.setitem(architectures.SIZES, "hidden_size", 128)  # blocks of 64 are quantized together
     monkeypatch.setitem(architectures.SIZES, "intermediate_size", 128)
     monkeypatch.setitem(architectures.SIZES, "head_dim", 32)

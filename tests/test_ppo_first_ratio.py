@@ -7,7 +7,6 @@ import torch
 from helpers import make_ppo_args, read_metrics, watch_passes
 
 import ppo_llm
-import utils.run
 
 KINDS = {
     "games of several turns": {"env": "guess", "max_turns": 3},
@@ -54,7 +53,6 @@ def train(tmp_path_factory):
 
 def watch_run(monkeypatch, tmp_path, flags):
     """A run with, in `log_ratios`, of each update {actor: the largest |log ratio| of each of its forward passes}."""
-    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)  # takes longer than all the rest
     watched = watch_passes(monkeypatch)
     watched.log_ratios = []
     play = ppo_llm.play

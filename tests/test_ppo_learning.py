@@ -19,7 +19,6 @@ from helpers import (
 )
 
 import ppo_llm
-import utils.run
 from utils import adapters
 
 IDS = torch.arange(5, 45).reshape(2, 20)
@@ -90,7 +89,6 @@ class Env:
 
 
 def test_a_run_draws_the_members_of_mini_batches_anew_in_each_epoch(tmp_path, monkeypatch):
-    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
     epochs = []
     minibatches = ppo_llm.minibatches
 
@@ -240,7 +238,6 @@ def test_dropout_is_on_while_learning(tmp_path, monkeypatch, function):
 
 def modes_of_dropout(tmp_path, monkeypatch, **flags):
     """Whether LoRA's dropout was on in the forward passes of a run, by the function that made them."""
-    monkeypatch.setattr(utils.run, "draw_curves", lambda *_: None)
     watched = watch_passes(monkeypatch)
     modes = {}
     build_agents = ppo_llm.build_agents

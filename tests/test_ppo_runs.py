@@ -6,7 +6,7 @@ import csv
 import peft
 import pytest
 import torch
-from helpers import TINY_IDS, make_ppo_args, read_metrics, tiny_logits
+from helpers import TINY_IDS, make_ppo_args, read_metrics, tiny_logits, with_curves
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -130,7 +130,8 @@ def test_the_learning_rates_of_the_next_stage_are_its_own(next_stage):
 def without_penalty(tmp_path_factory):
     """The folder of a run without a penalty."""
     folder = tmp_path_factory.mktemp("without_penalty")
-    train(folder, env="guess", beta=0.0)
+    with with_curves():
+        train(folder, env="guess", beta=0.0)
     return folder / "run"
 
 

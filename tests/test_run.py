@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import wandb
-from helpers import TINY, make_args, read_metrics, task_of
+from helpers import TINY, make_args, read_metrics, task_of, with_curves
 from matplotlib.image import imread
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -40,7 +40,8 @@ def finished(request, tmp_path_factory):
     """A run of five updates: critic, args, agents, Run, folder."""
     folder = tmp_path_factory.mktemp("finished")
     args = make_args(folder, use_separate_critic=request.param == "separate", save_interval=2)
-    agents, run = ippo_llm.main(args)
+    with with_curves():
+        agents, run = ippo_llm.main(args)
     return SimpleNamespace(critic=request.param, args=args, agents=agents, run=run, folder=folder / "run")
 
 
@@ -302,7 +303,7 @@ def test_stopping_by_the_keyboard_saves_the_agents(tmp_path):
             raise KeyboardInterrupt
         return [0.0] * len(first)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), with_curves():
         ippo_llm.main(make_args(tmp_path, eval_interval=0), task_of(reward_func=reward_func))
     AutoModelForCausalLM.from_pretrained(tmp_path / "run/agent_1")
     assert len(read_metrics(tmp_path / "run")) == 1

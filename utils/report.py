@@ -14,9 +14,10 @@ def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
     """curves.png: reward, response lengths, entropy, value loss, explained variance, distance to the reference."""
     steps = [row["global_step"] for row in rows]
     agents = [key.split("/")[0] for key in rows[0] if key.endswith("/policy_loss")]
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    figure = Figure(figsize=(12, 6.5))
     figure.suptitle(title, fontsize=10, parse_math=False)
-    axes = figure.subplots(2, 3).flat
+    margins = {"left": 0.05, "right": 0.98, "top": 0.89, "bottom": 0.08, "wspace": 0.22, "hspace": 0.4}
+    axes = figure.subplots(2, 3, gridspec_kw=margins).flat  # a layout that is computed takes as long as all the rest
 
     def panel(label, lines):
         axis = next(axes)
