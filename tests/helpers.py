@@ -18,6 +18,7 @@ from utils.models import locate
 from utils.report import draw_curves
 from utils.tasks import tldr
 
+PLACE = r" [(]\w+[.]py:\d+[)]"  # of an error in a user's code, in a message
 TINY = str(Path(locate("utils/tiny_lm")).resolve())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from helpers import make_args, read_metrics, task_of
+from helpers import PLACE, make_args, read_metrics, task_of
 from transformers import AutoModelForCausalLM
 
 import iac_llm
@@ -106,6 +106,14 @@ def test_a_model_out_of_reach_is_one_line(tmp_path, monkeypatch):
     assert_refused(monkeypatch, tmp_path / "run", message, ippo_llm, lambda: args)
 
 
+@pytest.mark.parametrize("name", ["../no/such", "./model", "a/b/c", "/no/such"])
+def test_a_path_that_is_no_folder_is_no_name_of_the_hub(tmp_path, monkeypatch, name):
+    monkeypatch.delattr(huggingface_hub.HfApi, "model_info")
+    message = f"^--model takes a model's folder or a hub name, and there is no folder {name}$"
+    args = make_args(tmp_path, model=name)
+    assert_refused(monkeypatch, tmp_path / "run", message, ippo_llm, lambda: args)
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="run can't be written: .*Not a directory"):
@@ -157,7 +165,7 @@ def test_a_reward_that_fails_later_is_one_line_and_the_agents_are_saved(tmp_path
             return [k / 10 for k in range(len(first))]
         raise ZeroDivisionError("division by zero")
 
-    message = r"^reward_func raised ZeroDivisionError: division by zero on the batch of 8 items$"
+    message = rf"^reward_func raised ZeroDivisionError: division by zero{PLACE} on the batch of 8 items$"
     with pytest.raises(TaskError, match=message) as error:
         script.main(make_args(tmp_path, script, eval_interval=0), task_of(reward_func=reward_func))
     assert error.value.exit_code == 1
@@ -167,7 +175,7 @@ def test_a_reward_that_fails_later_is_one_line_and_the_agents_are_saved(tmp_path
 
 
 def test_a_formatter_that_raises_is_one_line(tmp_path):
-    with pytest.raises(TaskError, match=r"^formatter of agent 0 failed on item 0, .*: KeyError: 'nothing'$"):
+    with pytest.raises(TaskError, match=rf"^formatter of agent 0 failed on item 0, .*: KeyError: 'nothing'{PLACE}$"):
         ippo_llm.main(make_args(tmp_path), task_of(formatters=lambda item: item["nothing"]))
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 import math
 import pickle
 import sys
@@ -10,7 +11,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from utils.cli import UserError, check_needs, command_line, flags, parse
+from utils.cli import UserError, check_needs, command_line, describe, flags, parse
 
 
 @flags
@@ -103,6 +104,39 @@ def test_what_is_no_value_at_all_is_one_line_that_names_the_flag(argv):
     with pytest.raises(UserError) as error:
         parse(Args, argv.split())
     assert argv.split()[0] in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ("--train-sizes 64", "Unrecognized options: --train-sizes; did you mean --train-size?"),
+        ("--no-such 1", "Unrecognized options: --no-such"),
+        ("word", "Unrecognized options: word"),
+    ],
+)
+def test_a_flag_that_is_like_another_names_that(argv, message):
+    with pytest.raises(UserError) as error:
+        parse(Args, argv.split())
+    assert str(error.value) == message
+
+
+def raised(work):
+    try:
+        work()
+    except Exception as error:
+        return error
+
+
+def test_an_error_says_where_in_the_users_own_code_it_arose(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import json\n\n\ndef reward(text):\n    return len(json.loads(text))\n")
+    spec = importlib.util.spec_from_file_location("mine", path)
+    mine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mine)
+    text = "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (mine.py:5)"
+    assert describe(raised(lambda: mine.reward("x"))) == text
+    assert describe(raised(lambda: mine.reward("1"))).endswith("has no len() (mine.py:5)")
+    assert describe(ValueError("a\nb")) == "ValueError: a b"
 
 
 def test_a_long_value_is_cut_in_the_line():

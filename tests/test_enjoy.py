@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import peft
 import pytest
 import torch
-from helpers import TINY, make_args
+from helpers import TINY, make_args, with_curves
 from matplotlib.image import imread
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, set_seed
@@ -49,7 +49,8 @@ def train(folder, script, **flags):
 def unlearned(tmp_path_factory):
     """A run of IPPO whose agents are as they were."""
     rates = {"actor_learning_rate": 0.0, "critic_learning_rate": 0.0}
-    return train(tmp_path_factory.mktemp("ippo") / "run", ippo_llm, **rates)
+    with with_curves():
+        return train(tmp_path_factory.mktemp("ippo") / "run", ippo_llm, **rates)
 
 
 @pytest.fixture(scope="module")
@@ -364,6 +365,17 @@ def test_the_page_is_whole_and_needs_nothing_else(copied, drawn):
     config = json.loads((copied / "config.json").read_text())
     assert config["git_commit"] in shown and config["versions"]["torch"] in shown and "reward_norm_eps" in shown
     assert not [*copied.glob("*.writing")]
+
+
+@pytest.mark.parametrize("name", enjoy.HELD_OUT)
+def test_the_page_begins_with_what_the_run_measured_on_all_held_out_items(copied, name):
+    assert enjoy.held_out_rewards(copied) == {}
+    columns = f"global_step,reward_mean,{name},{name}_untrained"
+    (copied / "metrics.csv").write_text(f"{columns}\n4,0.5,0.25,0.125\n8,0.5,,\n12,0.5,0.75,\n")
+    assert enjoy.held_out_rewards(copied) == {"untouched": 0.125, "trained": 0.75}
+    page = enjoy.page(copied, enjoy.show(copied, items=1))
+    shown = "".join(Reader(page).texts)
+    assert re.search(r"over all held-out items, untouched\s*0.125\s*mean reward over all held-out items, trained\s*0.750", shown)
 
 
 HOSTILE = '<script>alert("1")</script> & \'"><img src=x onerror=alert(2)> \x1b[31m \u202e'

@@ -4,6 +4,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from helpers import PLACE
 
 from utils.cli import TaskError
 from utils.tasks.episodes import Episodes, time_limit
@@ -99,7 +100,7 @@ def test_a_next_prompt_that_says_nothing_new_is_one_line(prompt):
 WRONG = {
     "transition raises": (
         {"external_transition": lambda item: 1 / 0},
-        r"external_transition failed on item 0, {'number': .*}: ZeroDivisionError: division by zero",
+        r"external_transition failed on item 0, {'number': .*}: ZeroDivisionError: division by zero" + PLACE,
     ),
     "too few prompts": (
         {"external_transition": lambda item: ["only one"]},
@@ -115,11 +116,11 @@ WRONG = {
     ),
     "formatter raises": (
         {"formatters": [lambda item: "Hi", lambda item: item["text"]]},
-        r"formatter of agent 1 failed on item 0, {'number': .*}: KeyError: 'text'",
+        r"formatter of agent 1 failed on item 0, {'number': .*}: KeyError: 'text'" + PLACE,
     ),
     "one item raises": (
         {"reward_func": lambda a, b, items: [1 / (1 - item["number"]) for item in items]},
-        r"<lambda> raised ZeroDivisionError: division by zero on item 1, {'number': 1.*",
+        r"<lambda> raised ZeroDivisionError: division by zero" + PLACE + r" on item 1, {'number': 1.*",
     ),
     "no rewards": ({"reward_func": lambda a, b: None}, r"<lambda> returned None; it takes a list of 2 numbers"),
     "too few rewards": (
@@ -137,7 +138,7 @@ WRONG = {
     "a word": ({"reward_func": lambda a, b: ["1", 1]}, r"<lambda> returned '1' for item 0, .*; it takes a number"),
     "processor raises": (
         {"reward_processor": lambda reward: {}[reward]},
-        r"reward_processor raised on 0.25 of item 0, {'number': 0.*}: KeyError: 0.25",
+        r"reward_processor raised on 0.25 of item 0, {'number': 0.*}: KeyError: 0.25" + PLACE,
     ),
     "processor returns nothing": (
         {"reward_processor": lambda reward: None},
@@ -168,7 +169,7 @@ def test_a_reward_function_that_fails_once_is_called_once_more(capsys):
 
     episodes = Episodes(task_of(reward_func=reward_func), ITEMS, 2, num_turns=1)
     assert episodes.reward_func([0, 1], PROMPTS, RESPONSES)[0] == [[1.0, 1.0]] * 2 and len(calls) == 2
-    assert "reward_func raised ConnectionError: the judge is away; it is asked once more" in capsys.readouterr().out
+    assert "reward_func raised ConnectionError: the judge is away (test_episodes.py:" in capsys.readouterr().out
 
 
 def test_a_reward_function_has_so_much_time():
@@ -177,7 +178,7 @@ def test_a_reward_function_has_so_much_time():
 
     start = time.perf_counter()
     episodes = Episodes(task_of(reward_func=reward_func), ITEMS, 2, num_turns=1, timeout=0.1)
-    message = "raised TimeoutError: no answer within --reward-timeout, 0.1 s on the batch of 2 items$"
+    message = rf"raised TimeoutError: no answer within --reward-timeout, 0.1 s{PLACE} on the batch of 2 items$"
     with pytest.raises(TaskError, match=message):
         episodes.reward_func([0, 1], PROMPTS, RESPONSES)
     assert time.perf_counter() - start < 2

@@ -531,6 +531,15 @@ def test_members_share_the_gpus(monkeypatch, resources, at_a_time, gpus):
     assert breeding.gpus_of(at_a_time) == gpus
 
 
+@pytest.mark.parametrize("log, reason", [("a\nb: no\n", "b: no"), ("", "exit code 1, and nothing in {}.log")])
+def test_a_run_that_fails_has_a_reason_if_its_log_could_not_be_written(log, reason, tmp_path):
+    pytest.importorskip("ray.tune")
+    from utils import breeding
+
+    (tmp_path / "member_0.log").write_text(log)
+    assert breeding.why(1, tmp_path / "member_0") == reason.format(tmp_path / "member_0")
+
+
 def test_the_command_takes_ranges():
     args = parse(population.Args, ["--mutate", "lr_actor=1e-4:1e-2", "beta=0.001:0.1"])
     assert args.mutate == {"lr_actor": "1e-4:1e-2", "beta": "0.001:0.1"}

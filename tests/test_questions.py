@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import make_args, make_ppo_args
+from helpers import PLACE, make_args, make_ppo_args
 
 import iac_llm
 import ippo_llm
@@ -117,7 +117,8 @@ def test_a_score_that_fails_is_one_line_with_the_item():
         return 1 / (int(answer) - 2)
 
     episodes = Episodes(load_task(task_of(reward_fn=reward_fn), 2), ROWS[:2], 2, 1)
-    with pytest.raises(TaskError, match="^reward_fn raised ZeroDivisionError: division by zero on item 1, .*1 [+] 1"):
+    message = f"^reward_fn raised ZeroDivisionError: division by zero{PLACE} on item 1, .*1 [+] 1"
+    with pytest.raises(TaskError, match=message):
         episodes.reward_func([0, 1], [["p", "p"]] * 2, [["a", "b"]] * 2)
 
 

@@ -32,6 +32,24 @@ def read_samples(folder):
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize(
+    "rewards, held_out, end",
+    [
+        (
+            [0.0, 2.0],
+            [0.5, 1.5],
+            "0.000 at first, 2.000 over the last tenth of updates; held: 1.500 in the end",
+        ),
+        ([0.0, 2.0], [0.5, None], "held: 0.500 after update 1"),
+        ([1.0, 1.0], [None, None], "1.000 over the last tenth of updates: every joint sample earned the same"),
+    ],
+)
+def test_the_last_line_says_when_items_were_held_out_and_whether_rewards_differed(rewards, held_out, end):
+    rows = [{"reward_mean": x, "reward_std": 0.0, "held": y} for x, y in zip(rewards, held_out)]
+    run = SimpleNamespace(rows=rows, held_out_metric="held", num_updates=2, optimum=None)
+    assert utils.run.Run.outcome(run).endswith(end)
+
+
 # --- What is in the folder --------------------------------------------------------------------------------------------
 
 

@@ -138,7 +138,7 @@ def why(code, folder):
     """In a line, why a run ended with that exit code."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
-    return one_line(last_line(f"{folder}.log"))
+    return one_line(last_line(f"{folder}.log")) or f"exit code {code}, and nothing in {folder}.log"
 
 
 def check_length(plan, folder):

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import sys
+import sysconfig
+import traceback
 import unicodedata
 from pathlib import Path
 from typing import Annotated
@@ -46,6 +48,18 @@ def one_line(text, most=200):
     """A text of any shape as one line of at most so many characters, that may be printed."""
     text = printable(" ".join(str(text).split()))
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+NOT_THE_USERS = (str(Path(__file__).resolve().parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+
+
+def describe(error, most=200):
+    """An error as one line: its type, its text, and the place in the user's own code where it arose, if it did."""
+    text = f"{type(error).__name__}: {one_line(error, most)}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*NOT_THE_USERS, "<")):
+            return f"{text} ({Path(frame.filename).name}:{frame.lineno})"
+    return text
 
 
 # --- Flags ------------------------------------------------------------------------------------------------------------
@@ -203,8 +217,10 @@ def parse_flags(Args, argv, description, defaults):
         if not stop.code:  # --help
             raise
         text = re.sub(r"[╭╰][^\n]*[╮╯]|│", "", errors.getvalue())  # without the box that tyro draws
-        message = re.split(r"─{8,}", text)[0]  # down to its first rule
-        raise UserError(one_line(message)) from None
+        message, *more = re.split(r"─{8,}", text)  # its parts, between rules
+        message = re.sub(r"(options: .*?--[^,]*).*", r"\1", one_line(message))  # without what follows a flag
+        similar = re.search(r"Perhaps you meant:\s*(--[\w-]+)", " ".join(more))
+        raise UserError(message + (f"; did you mean {similar[1]}?" if similar else "")) from None
     values = {}
     for group in groups:
         values |= vars(getattr(parsed, title(group)))

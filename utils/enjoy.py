@@ -46,6 +46,7 @@ from utils.tasks.lengths import fit_prompts, prompt_limit
 
 ROOT = Path(__file__).resolve().parent.parent  # of the project
 TEAMS = ("untouched", "trained")
+HELD_OUT = ("fitness", "eval/reward_mean")  # columns of the reward on held-out items, one in each script's runs
 ROWS = 64  # prompts answered at once
 # Flags of a run that must be there, with their types, and what stands for those that only some scripts have
 NEEDED = {
@@ -498,7 +499,7 @@ def folded(title, prompt):
 def beside(titles, inners):
     """The two teams' parts in columns."""
     sides = [tag("div", tag("h4", safe(t)) + x, f"side {name}") for t, x, name in zip(titles, inners, TEAMS)]
-    return tag("div", "".join(sides), "pair")
+    return tag("div", "".join(sides), "pair") if sides else ""
 
 
 def dialogue(team, agent):
@@ -506,8 +507,23 @@ def dialogue(team, agent):
     shown = ""
     for turn, (prompt, text, reward) in enumerate(turns(team, agent)):
         shown += folded("what it was told", prompt) if turn else ""
-        shown += tag("p", (safe(text) if text.strip() else "(nothing)") + f' <span class="soft">{reward}</span>')
+        shown += tag("p", safe(text) if text.strip() else "(nothing)")
+        shown += tag("p", reward, "soft") if reward else ""
     return shown
+
+
+def number(value):
+    return tag("b", f"{value:.3f}")
+
+
+def held_out_rewards(run):
+    """The run's own rewards on all its held-out items, before and after, by team; nothing where it has not both."""
+    rows = read_rows(run / "metrics.csv")
+    for name in HELD_OUT:
+        before, after = rows[0].get(f"{name}_untrained"), rows[-1].get(name)
+        if before is not None and after is not None:
+            return dict(zip(TEAMS, (before, after)))
+    return {}
 
 
 def curves(run):
@@ -518,7 +534,7 @@ def curves(run):
             file.write((run / "curves.png").read_bytes())
         else:
             rows = read_rows(run / "metrics.csv")
-            draw_curves(rows, file, run.name, "fitness" if "fitness" in rows[0] else "eval/reward_mean")
+            draw_curves(rows, file, run.name, next((name for name in HELD_OUT if name in rows[0]), None))
     except (OSError, KeyError, TypeError) as error:
         raise UserError(f"{run} has no curves that can be read or drawn: {one_line(error)}") from error
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -528,12 +544,17 @@ def page(run, samples):
     """What `show` found as a page of HTML that needs no other file, no network, no script. Raises UserError."""
     config, args = read_run(run)
     run = Path(run).resolve()
-    means, title = mean_rewards(samples)
     models = ", ".join(dict.fromkeys(per_agent("--model", args.model, args.num_agents)))
-    body = tag("h1", safe(run.name)) + tag("p", safe(f"What its agents write, beside the untouched {models}."))
-    body += beside([f"{title}, {name}" for name in means], [tag("b", f"{x:.3f}") for x in means.values()])
+    script = Path(config["command"][0]).stem
+    heading = run.name if run.name.startswith(script) else f"{script}: {run.name}"
+    body = tag("h1", safe(heading)) + tag("p", safe(f"What its agents write, beside the untouched {models}."))
+    means, title = mean_rewards(samples)
+    of_all = held_out_rewards(run)
+    body += beside([f"mean reward over all held-out items, {name}" for name in of_all], map(number, of_all.values()))
     image = f'<img alt="Curves of the run: rewards, lengths and losses, update by update" src="{curves(run)}">'
     body += f'<figure tabindex="0">{image}</figure>\n' + tag("h2", "What they write")
+    body += tag("p", "Each item is shown as the data has it. Agents read only what they were told.", "soft")
+    body += beside([f"{title}, {name}" for name in means], map(number, means.values()))
     for k, sample in enumerate(samples, 1):
         teams = [sample[name] for name in TEAMS]
         inner = tag("h3", f"Item {k} of {len(samples)}") + table(facts(sample["item"]))
@@ -550,7 +571,9 @@ def page(run, samples):
         *((name, getattr(args, name)) for name in chosen if getattr(args, name, None) is not None),
         ("versions", str(config.get("versions")).strip("{}").replace("'", "")),
     ]
-    all_flags = tag("details", tag("summary", "all flags") + table(config["args"].items()))
+    values = [(name, ", ".join(map(str, x)) if isinstance(x, list) else x) for name, x in config["args"].items()]
+    shown = [(name, "none" if x in (None, "", {}) else x) for name, x in values]
+    all_flags = tag("details", tag("summary", "all flags") + table(shown))
     body += tag("h2", "How it was trained") + table(how) + all_flags
     head = HEAD + tag("title", f"{safe(run.name)}: trained and untouched") + tag("style", STYLE)
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}</head>\n<body>\n{body}</body>\n</html>\n'

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 from dataclasses import field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -65,6 +66,8 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
     if Path(name).exists():
         if not (Path(name) / settings.get("subfolder", "") / "config.json").is_file():
             raise UserError(f"{flag} takes a model's folder or a hub name, and {name} has no config.json")
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
+        raise UserError(f"{flag} takes a model's folder or a hub name, and there is no folder {name}")
     else:
         try:
             if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
@@ -151,7 +154,7 @@ def add_padding(tokenizer, flag):
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
-        raise UserError(f"{flag}: its tokenizer has neither a padding token nor an end token")
+        raise UserError(f"{flag}: its tokenizer has no padding and no end token: set eos_token, and save it again")
     return tokenizer
 
 

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from utils.cli import one_line, printable
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#555555"]  # Okabe and Ito
+OF_TEAM = ["#444444"]
 
 
 def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
@@ -15,20 +16,21 @@ def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
     steps = [row["global_step"] for row in rows]
     agents = [key.split("/")[0] for key in rows[0] if key.endswith("/policy_loss")]
     figure = Figure(figsize=(12, 6.5))
-    figure.suptitle(title, fontsize=10, parse_math=False)
-    margins = {"left": 0.05, "right": 0.98, "top": 0.89, "bottom": 0.08, "wspace": 0.22, "hspace": 0.4}
+    figure.suptitle(f"{title}: each update (pale), and means over nine", fontsize=10, parse_math=False)
+    margins = {"left": 0.055, "right": 0.98, "top": 0.89, "bottom": 0.08, "wspace": 0.25, "hspace": 0.4}
     axes = figure.subplots(2, 3, gridspec_kw=margins).flat  # a layout that is computed takes as long as all the rest
+    mark = "o-" if len(steps) < 10 else "-"  # a single point is no line
 
-    def panel(label, lines):
+    def panel(label, lines, colors=COLORS):
         axis = next(axes)
         axis.set_title(label, loc="left", fontsize=11)
         axis.set_xlabel("joint samples", fontsize=9)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        for color, (name, values) in zip(COLORS, lines):
+        for color, (name, values) in zip(colors, lines):
             axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-            axis.plot(steps, smooth(values), color=color, linewidth=2, label=name)
-        if len(lines) > 1:
+            axis.plot(steps, smooth(values), mark, color=color, linewidth=2, markersize=4, label=name)
+        if lines:
             axis.legend(frameon=False, fontsize=9)
         return axis
 
@@ -36,7 +38,7 @@ def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
         lines = [(agent.replace("_", " "), [row.get(f"{agent}/{metric}") for row in rows]) for agent in agents]
         return [line for line in lines if None not in line[1]]
 
-    reward = panel("reward", [("training", [row["reward_mean"] for row in rows])])
+    reward = panel("reward", [("training", [row["reward_mean"] for row in rows])], OF_TEAM)
     held_out_rows = [row for row in rows if row.get(held_out) is not None]
     if held_out_rows:
         at = [row["global_step"] for row in held_out_rows]
@@ -55,7 +57,7 @@ def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
     panel("explained variance of the critic", per_agent("explained_variance")).set_ylim(-1.05, 1.05)
     reference_logprobs = [row.get("reference_logprob") for row in rows]
     measured = None not in reference_logprobs  # not in a run that has no reference
-    panel("log-prob. a token under the reference", [("team", reference_logprobs)] if measured else [])
+    panel("log-prob. a token under the reference", [("team", reference_logprobs)] if measured else [], OF_TEAM)
     figure.savefig(path, dpi=100)
 
 

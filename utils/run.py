@@ -478,6 +478,8 @@ class Run:
             self.seconds[self.current_phase] = before + now - self.phase_start
         self.current_phase = name
         self.phase_start = now
+        if self.bar is not None and not self.rows and name:
+            self.bar.set_postfix_str(name)
 
     def log(self, items, rollouts, agent_metrics, extra_metrics, held_out=None):
         """End an update: write its metrics and its first joint samples, and save where it is time.
@@ -702,13 +704,17 @@ class Run:
         rewards = [row["reward_mean"] for row in self.rows]
         last = rewards[-max(1, len(rewards) // 10) :]
         outcome = f"reward: {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} over the last tenth of updates"
-        held_out = [row[self.held_out_metric] for row in self.rows if row.get(self.held_out_metric) is not None]
+        if {(row["reward_mean"], row["reward_std"]) for row in self.rows} == {(rewards[0], 0.0)}:
+            outcome += ": every joint sample earned the same"
+        held_out = [(k, row.get(self.held_out_metric)) for k, row in enumerate(self.rows, 1)]
+        held_out = [pair for pair in held_out if pair[1] is not None]
         if held_out:
+            update, reward = held_out[-1]
             outcome += f"; {self.held_out_metric}: "
             untrained = self.rows[0].get(f"{self.held_out_metric}_untrained")
             if untrained is not None:
                 outcome += f"{untrained:.3f} untrained, "
-            outcome += f"{held_out[-1]:.3f} in the end"
+            outcome += f"{reward:.3f} {'in the end' if update == self.num_updates else f'after update {update}'}"
         if self.optimum is not None:
             outcome += f"; optimal play: {self.optimum:.3f}"
         return outcome

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from tqdm import tqdm
 
 from utils import distributed
-from utils.cli import TaskError, UserError, flags, one_line
+from utils.cli import TaskError, UserError, describe, flags, one_line
 from utils.prompts import render
 from utils.tasks import import_file, search_in
 from utils.tasks.episodes import call, check_timer, time_limit
@@ -122,11 +122,7 @@ def blame(label, what):
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise UserError(f"{label}: {what}: {describe(error)}") from error
-
-
-def describe(error):
-    return one_line(f"{type(error).__name__}: {error}", 300)
+        raise UserError(f"{label}: {what}: {describe(error, 300)}") from error
 
 
 def type_name(value):
@@ -236,7 +232,7 @@ class Games:
             raise
         except Exception as error:
             where = f"turn {self.turn}" if self.turn else "reset"
-            self.dropped[k] = f"{describe(error)} ({where})"
+            self.dropped[k] = f"{where}: {describe(error, 300)}"
             with contextlib.suppress(Exception), time_limit(self.timeout):  # the first error is the one to report
                 close(self.environments.pop(k, None))
 

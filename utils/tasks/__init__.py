@@ -36,7 +36,7 @@ from typing import Literal
 import datasets
 from pydantic import PositiveFloat, PositiveInt
 
-from utils.cli import TaskError, UserError, flag_name, flags, one_line
+from utils.cli import TaskError, UserError, describe, flag_name, flags, one_line
 from utils.distributed import say
 from utils.tasks import questions
 from utils.tasks.episodes import Episodes, call, formatters_of
@@ -175,7 +175,7 @@ def extra_metrics(task, rollouts):
     try:
         return {str(name): float(value) for name, value in task.metrics_callback(rollouts).items()}
     except Exception as error:
-        raise TaskError(f"metrics_callback raised {type(error).__name__}: {error}") from error
+        raise TaskError(f"metrics_callback raised {describe(error)}") from error
 
 
 def optimum(task, items, num_agents, num_turns):

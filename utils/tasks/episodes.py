@@ -8,7 +8,7 @@ import threading
 
 from tqdm import tqdm
 
-from utils.cli import TaskError, UserError, one_line
+from utils.cli import TaskError, UserError, describe, one_line
 from utils.prompts import new_message, render
 
 
@@ -148,7 +148,7 @@ def blame(what, item):
     try:
         yield
     except Exception as error:
-        raise TaskError(f"{what}, {one_line(item, 80)}: {type(error).__name__}: {one_line(error)}") from error
+        raise TaskError(f"{what}, {one_line(item, 80)}: {describe(error)}") from error
 
 
 def call(function, *arguments, **optional):
@@ -225,7 +225,7 @@ def call_twice(reward_rows, name, items):
     try:
         return reward_rows(rows)
     except Exception as error:
-        tqdm.write(f"{name} raised {one_line(f'{type(error).__name__}: {error}')}; it is asked once more")
+        tqdm.write(f"{name} raised {describe(error)}; it is asked once more")
     try:
         return reward_rows(rows)
     except Exception as error:
@@ -239,7 +239,7 @@ def call_twice(reward_rows, name, items):
                 cause = error
                 where = f"item {k}, {one_line(items[k], 80)}"
                 break
-    raise TaskError(f"{name} raised {type(cause).__name__}: {one_line(cause)} on {where}") from cause
+    raise TaskError(f"{name} raised {describe(cause)} on {where}") from cause
 
 
 def as_lists(rewards, name, num_agents, items):
