@@ -289,8 +289,9 @@ def test_without_a_critic_the_baseline_is_the_mean_of_the_others(mine, monkeypat
 def test_a_copy_runs_beside_utils_and_its_run_has_its_name(tmp_path):
     (tmp_path / "mine.py").write_text((ROOT / "ippo_llm.py").read_text())
     (tmp_path / "utils").symlink_to(ROOT / "utils")
-    command = re.search(r"cp ippo_llm.py mine.py && python (mine.py .*)", README)[1]
-    subprocess.run([sys.executable, *shlex.split(command)], cwd=tmp_path, check=True)
+    command = re.search(r"cp ippo_llm.py mine.py && python (mine.py [^#\n]*)", README)[1]
+    argv = shlex.split(command.replace("--max-steps 512", "--max-steps 64"))  # an update
+    subprocess.run([sys.executable, *argv], cwd=tmp_path, check=True)
     (folder,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"mine__1__[0-9-]+", folder.name)
     assert (folder / "agent_1/model.safetensors").is_file()
