@@ -604,13 +604,15 @@ def remember_deviation(learner, advantages, mask):
 
 
 def standardise_returns(rewards, played, least):
-    """Rewards of turns [B, T], such that their sums over an episode are standardised, as `standardise` does it.
+    """Rewards of turns [B, T], such that with gamma 1 their sums over an episode are standardised.
 
-    The mean comes off an episode's last turn alone: with gamma 1, a turn more or less is worth what it pays.
+    Their mean comes off as the difference of a potential (Ng et al. 1999), what episodes earn from a turn on. So each
+    turn has mean 0 if all are played, and an episode that ends early pays for what it leaves out.
     """
-    is_last = played - pad(played[:, 1:], (0, 1))
     mean, deviation = moments(rewards.sum(1), played[:, 0])
-    return (rewards - mean * is_last) / divisor(mean, deviation, least)
+    turn_means = distributed.total(rewards.sum(0)) / distributed.total(played[:, 0].sum())
+    potential = turn_means.flip(0).cumsum(0).flip(0) * played
+    return (rewards + pad(potential, (0, 1)).diff()) / divisor(mean, deviation, least)
 
 
 def joint_rewards(batches, args):

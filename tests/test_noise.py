@@ -75,9 +75,23 @@ def test_what_episodes_earn_is_standardised_and_a_turn_is_worth_what_it_pays(scr
     rewards = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 1, 0]])
     standardised = script.standardise_returns(rewards, played, 1e-3)
     deviation = (2 / 3) ** 0.5  # of 3, 1, 2
-    expected = torch.tensor([[1.0, 1, -1], [-1, 0, 0], [1, -1, 0]]) / deviation
+    expected = torch.tensor([[0, 1 / 3, 2 / 3], [-1, 0, 0], [0, 0, 0]]) / deviation  # means of turns: 1, 2 / 3, 1 / 3
     torch.testing.assert_close(standardised, expected)
     torch.testing.assert_close(standardised.sum(1), torch.tensor([1.0, -1, 0]) / deviation)
+
+
+@BOTH
+def test_standardised_returns_order_episodes_of_any_length_as_their_rewards_do(script):
+    """What an episode earns changes by the same amount in all, and in turns that all play each mean is 0."""
+    generator = torch.Generator().manual_seed(2)
+    rewards = torch.randn(16, 4, generator=generator).double()
+    played = (torch.arange(4) < torch.randint(1, 5, (16, 1), generator=generator)).double()
+    rewards *= played
+    deviation = rewards.sum(1).std(correction=0)
+    change = script.standardise_returns(rewards, played, 1e-3).sum(1) * deviation - rewards.sum(1)
+    torch.testing.assert_close(change, -rewards.sum(1).mean().expand(16))
+    of_whole = script.standardise_returns(rewards + 1, torch.ones_like(played), 1e-3)
+    torch.testing.assert_close(of_whole.mean(0), torch.zeros(4).double())
 
 
 @BOTH
