@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from helpers import PLACE
 
 from utils.cli import UserError
 from utils.tasks import TaskArgs, load_items, load_task, tldr
@@ -57,7 +58,7 @@ def test_a_task_without_held_out_items_has_none():
     train_items, held_out = load_items(load_task(task, 2), TaskArgs(train_size=8), 1, 8)
     assert len(train_items) == 8 and len(held_out) == 0
     task.train_dataset = lambda size, seed: {}[seed]
-    with pytest.raises(UserError, match="^train_dataset of the task SimpleNamespace failed: KeyError: 1$"):
+    with pytest.raises(UserError, match=f"^train_dataset of the task SimpleNamespace failed: KeyError: 1{PLACE}$"):
         load_items(task, TaskArgs(), 1, 8)
 
 

@@ -113,7 +113,8 @@ def test_a_task_is_a_name_a_file_or_a_module(tmp_path):
     (tmp_path / "neighbour.py").write_text("from utils.tasks.tldr import *\n")
     assert load_task(str(path), 2).reward_func is reward_func
     path.write_text("1 / 0")
-    with pytest.raises(UserError, match=r"^--task .*mine.py can't be loaded: ZeroDivisionError: division by zero$"):
+    message = r"^--task .*mine.py can't be loaded: ZeroDivisionError: division by zero [(]mine.py:1[)]$"
+    with pytest.raises(UserError, match=message):
         load_task(str(path), 2)
     takes = "--task takes arxiv, build, code, number, probe, reasoning, tldr or a FILE.py"
     with pytest.raises(UserError, match=f"^{takes}, got sandbox$"):

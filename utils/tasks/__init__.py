@@ -149,7 +149,7 @@ def load_file(path):
     try:
         return import_file(path, "task_file")
     except (Exception, SystemExit) as error:
-        raise UserError(f"--task {path} can't be loaded: {type(error).__name__}: {error}") from error
+        raise UserError(f"--task {path} can't be loaded: {describe(error)}") from error
 
 
 def import_file(path, name):
@@ -245,7 +245,7 @@ def make_items(task, name, dataset, split, size, seed):
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{function} of {name} failed: {type(error).__name__}: {error}") from error
+        raise UserError(f"{function} of {name} failed: {describe(error)}") from error
     return items
 
 
@@ -266,8 +266,7 @@ def use_rows(task, name, rows, size, source):
     try:
         return [task.item_of(row) for row in rows]
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(f"{source} has a row that {name} can't use: {what}") from error
+        raise UserError(f"{source} has a row that {name} can't use: {describe(error)}") from error
 
 
 def check_items(task, name, items, source):
