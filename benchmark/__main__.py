@@ -1,6 +1,6 @@
 """Make every run, table and picture of this folder, one run at a time on two threads.
 
-    python -m benchmark                                         about eight hours
+    python -m benchmark                                         about ten hours
     python -m benchmark --size quick --output-dir runs/quick    the same pictures from a few updates of each run
 
 Runs are made in <output-dir>/runs; of each, <output-dir>/results keeps metrics.csv, which is the same to the byte every
