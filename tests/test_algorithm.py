@@ -162,13 +162,13 @@ def test_a_turns_reward_is_on_its_last_token():
 @pytest.mark.parametrize(
     "rewards, flags, expected",
     [
-        ([[1.0, 3.0], [2.0, 0.0]], {"reward_norm_eps": 0.1}, [1.0, 0.0, -1.0]),  # episodes earn 4 and 2
-        ([[1.0, 3.0], [2.0, 0.0]], {"reward_norm_eps": 2.0}, [0.5, 0.0, -0.5]),
-        ([[4.0, 4.0], [4.0, 0.0]], {}, [2.0, -1.0, -1.0]),  # deviation 2
+        ([[1.0, 3.0], [2.0, 0.0]], {"reward_norm_eps": 0.1}, [-0.5, 1.5, -1.0]),  # turns' means: 1.5
+        ([[1.0, 3.0], [2.0, 0.0]], {"reward_norm_eps": 2.0}, [-0.25, 0.75, -0.5]),
+        ([[4.0, 4.0], [4.0, 0.0]], {}, [0.0, 1.0, -1.0]),  # 4 and 2; deviation 2
         ([[1.0, 3.0], [4.0, 0.0]], {}, [0.0, 0.0, 0.0]),
     ],
 )
-def test_what_episodes_earn_is_standardised_and_the_mean_is_off_the_last_turn(rewards, flags, expected):
+def test_what_episodes_earn_is_standardised_and_each_turns_mean_is_off_it(rewards, flags, expected):
     rollout = rollout_of_rewards(rewards, [[[1.0], [1.0]], [[1.0], [0.0]]])
     standardised = token_rewards(rollout, rollout.logprobs, make_args(**flags)).flatten().tolist()
     assert standardised == pytest.approx([*expected, 0.0], abs=1e-6)

@@ -340,7 +340,7 @@ WHILE_RUNNING = {  # what a method returns in place of what, exit code, and the 
         1,
         "step of Env returned the reward nan; it takes a finite",
     ),
-    "all fail": (STEP, "1 / 0", 1, r"failed in all 8 episodes, at first with ZeroDivisionError: .* \(turn 1\)"),
+    "all fail": (STEP, "1 / 0", 1, r"failed in all 8 episodes, at first with ZeroDivisionError: .*, in turn 1"),
     "no room": (RESET, '"Say it. " * 300, {}', 2, "at most 508 fit: --max-output-tokens 4 of --max-model-len 512"),
 }
 

@@ -37,8 +37,8 @@ def test_an_environment_that_hangs_drops_its_own_episode(monkeypatch, kind, wher
     _, run = train("ppo", **IN_ENV, reward_timeout=0.3)
     assert sorted(row["dropped"] for row in run.rows) == [0, 0, 1]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "is dropped" in line]
-    error = f"{where}: TimeoutError: no answer within --reward-timeout, 0.3 s"
-    assert re.search(f"the episode of seed {LATE} is dropped: {error}{PLACE}$", line)
+    error = f"TimeoutError: no answer within --reward-timeout, 0.3 s{PLACE}, in {where}"
+    assert re.search(f"the episode of seed {LATE} is dropped: {error}$", line)
 
 
 def test_an_environment_that_hangs_when_it_is_closed_does_not_hang_the_run(monkeypatch):

@@ -224,8 +224,8 @@ def test_a_game_that_is_dropped_is_named(make, tmp_path, capsys):
     factory, _ = envs.load_env(args.env, 3)
     ppo_llm.play(agents, factory, [{"seed": 8}, {"seed": 9}, {"seed": 10}], args, seeded())
     output = capsys.readouterr().out
-    assert "the episode of seed 8 is dropped: RuntimeError: no start (reset)" in output
-    assert "the episode of seed 9 is dropped: KeyError: 'no step' (turn 2)" in output
+    assert "the episode of seed 8 is dropped: RuntimeError: no start (fragile.py:6), in reset" in output
+    assert "the episode of seed 9 is dropped: KeyError: 'no step' (fragile.py:12), in turn 2" in output
 
 
 def test_games_that_all_fail_end_the_run_in_a_line(make, monkeypatch):

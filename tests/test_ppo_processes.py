@@ -208,8 +208,8 @@ def test_games_that_fail_in_both_processes_end_the_run_in_a_line(small_model, tm
     flags += ["--evaluation-interval", 0]
     for process in start_two("ppo_llm", *flags):
         assert process.wait().exitcode == 1
-        message = "the environment failed in all 8 episodes, at first with RuntimeError: no start (reset)"
-        assert process.error.splitlines()[-1] == f"ppo_llm.py: error: {message}"
+        message = "failed in all 8 episodes, at first with RuntimeError: no start (failing.py:6), in reset"
+        assert process.error.splitlines()[-1] == f"ppo_llm.py: error: the environment {message}"
 
 
 # --- Games that are dropped, and of which a process may have nothing else ---------------------------------------------

@@ -232,7 +232,7 @@ class Games:
             raise
         except Exception as error:
             where = f"turn {self.turn}" if self.turn else "reset"
-            self.dropped[k] = f"{where}: {describe(error, 300)}"
+            self.dropped[k] = f"{describe(error, 300)}, in {where}"
             with contextlib.suppress(Exception), time_limit(self.timeout):  # the first error is the one to report
                 close(self.environments.pop(k, None))
 
