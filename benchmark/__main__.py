@@ -1,6 +1,6 @@
-"""Make every run, table and picture of this folder, one run at a time on two threads.
+"""Make every run, table and picture of this folder, two runs at a time, of one thread each.
 
-    python -m benchmark                                         about ten hours
+    python -m benchmark                                         about five hours on two cores
     python -m benchmark --size quick --output-dir runs/quick    the same pictures from a few updates of each run
 
 Runs are made in <output-dir>/runs; of each, <output-dir>/results keeps metrics.csv, which is the same to the byte every
@@ -243,8 +243,8 @@ class BenchmarkArgs:
     size: Literal["full", "quick"] = "full"  # quick: a few small updates of each run, to another --output-dir
     seeds: tuple[int, ...] = (1, 2, 3)  # seeds of every run
     only: tuple[str, ...] = (".",)  # regular expressions: the runs whose GROUP/TASK has one of them in it
-    workers: PositiveInt = 1  # runs at a time
-    threads: PositiveInt = 2  # threads of each; with another number a run is another, at first in the last digits
+    workers: PositiveInt = 2  # runs at a time
+    threads: PositiveInt = 1  # threads of each; with another number a run is another, at first in the last digits
     output_dir: str = str(HERE.name)  # folder of results, pages and pictures
     peer: str | None = None  # Python that has CoMLRL's release with IAC, MAAC, MAGRPO; none: as in the results
     peer_ippo: str | None = None  # Python that has CoMLRL's release with IPPO; none: as in the results
