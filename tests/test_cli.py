@@ -6,12 +6,13 @@ import importlib.util
 import math
 import pickle
 import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from utils.cli import UserError, check_needs, command_line, describe, flags, parse
+from utils.cli import FOREIGN, UserError, check_needs, command_line, describe, flags, parse
 
 
 @flags
@@ -137,6 +138,8 @@ def test_an_error_says_where_in_the_users_own_code_it_arose(tmp_path):
     assert describe(raised(lambda: mine.reward("x"))) == text
     assert describe(raised(lambda: mine.reward("1"))).endswith("has no len() (mine.py:5)")
     assert describe(ValueError("a\nb")) == "ValueError: a b"
+    utils = str(Path(sys.modules[describe.__module__].__file__).parent)
+    assert f"{utils}/run.py".startswith(FOREIGN) and not f"{utils}_of_mine/reward.py".startswith(FOREIGN)
 
 
 def test_a_long_value_is_cut_in_the_line():

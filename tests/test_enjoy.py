@@ -374,9 +374,11 @@ def test_the_page_begins_with_what_the_run_measured_on_all_held_out_items(copied
     (copied / "metrics.csv").write_text(f"{columns}\n4,0.5,0.25,0.125\n8,0.5,,\n12,0.5,0.75,\n")
     assert enjoy.held_out_rewards(copied) == {"untouched": 0.125, "trained": 0.75}
     page = enjoy.page(copied, enjoy.show(copied, items=1))
-    shown = "".join(Reader(page).texts)
-    found = re.findall(r"over all held-out items, (\w+)\s*([\d.]+)", shown)
-    assert found == [("untouched", "0.125"), ("trained", "0.750")]
+    text = "".join(Reader(page).texts)
+    assert re.findall(r"over all held-out items, (\w+)\s*([\d.]+)", text) == [
+        ("untouched", "0.125"),
+        ("trained", "0.750"),
+    ]
 
 
 HOSTILE = '<script>alert("1")</script> & \'"><img src=x onerror=alert(2)> \x1b[31m \u202e'

@@ -23,9 +23,9 @@ from ray.tune.schedulers import PopulationBasedTraining
 from utils.benchmark import Failed, last_line
 from utils.cli import UserError, one_line
 from utils.files import read_json
+from utils.report import HELD_OUT
 
 FACTORS = (0.8, 1.2)  # by which a value is multiplied
-HELD_OUT = ("fitness", "eval/reward_mean")  # columns of the reward on held-out items, one in each script's runs
 LOST = -math.inf  # the score of a member whose run failed: behind all others
 DIE_TOGETHER = """
 import ctypes, os, sys

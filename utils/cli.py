@@ -50,14 +50,15 @@ def one_line(text, most=200):
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-NOT_THE_USERS = (str(Path(__file__).resolve().parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+FOREIGN = [str(Path(__file__).resolve().parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))]
+FOREIGN = ("<", *(f"{folder}{os.sep}" for folder in FOREIGN))  # how the names of files that are not a user's begin
 
 
 def describe(error, most=200):
     """An error as one line: its type, its text, and the place in the user's own code where it arose, if it did."""
     text = f"{type(error).__name__}: {one_line(error, most)}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*NOT_THE_USERS, "<")):
+        if not frame.filename.startswith(FOREIGN):
             return f"{text} ({Path(frame.filename).name}:{frame.lineno})"
     return text
 

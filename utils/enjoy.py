@@ -38,7 +38,7 @@ from utils.files import WriteError, read_json, read_rows, write_whole
 from utils.lora import read_config
 from utils.models import check_model, load_model, load_tokenizer, per_agent
 from utils.prompts import end_tokens, pad_left, render, reply
-from utils.report import draw_curves
+from utils.report import HELD_OUT, draw_curves
 from utils.tasks import BUILT_IN as BUILT_IN_TASKS
 from utils.tasks import load_items, load_task
 from utils.tasks.episodes import Episodes, call
@@ -46,7 +46,6 @@ from utils.tasks.lengths import fit_prompts, prompt_limit
 
 ROOT = Path(__file__).resolve().parent.parent  # of the project
 TEAMS = ("untouched", "trained")
-HELD_OUT = ("fitness", "eval/reward_mean")  # columns of the reward on held-out items, one in each script's runs
 ROWS = 64  # prompts answered at once
 # Flags of a run that must be there, with their types, and what stands for those that only some scripts have
 NEEDED = {
@@ -490,6 +489,12 @@ def table(pairs):
     return tag("dl", "".join(tag("dt", safe(name)) + tag("dd", safe(text)) for name, text in pairs))
 
 
+def in_words(value):
+    """A flag's value, not as Python spells it."""
+    text = ", ".join(map(str, value)) if isinstance(value, list) else value
+    return "none" if text in (None, "", {}) else text
+
+
 def folded(title, prompt):
     """A prompt, folded where it is long."""
     text = tag("p", safe(prompt), "soft")
@@ -571,9 +576,8 @@ def page(run, samples):
         *((name, getattr(args, name)) for name in chosen if getattr(args, name, None) is not None),
         ("versions", str(config.get("versions")).strip("{}").replace("'", "")),
     ]
-    values = [(name, ", ".join(map(str, x)) if isinstance(x, list) else x) for name, x in config["args"].items()]
-    shown = [(name, "none" if x in (None, "", {}) else x) for name, x in values]
-    all_flags = tag("details", tag("summary", "all flags") + table(shown))
+    flag_texts = [(name, in_words(value)) for name, value in config["args"].items()]
+    all_flags = tag("details", tag("summary", "all flags") + table(flag_texts))
     body += tag("h2", "How it was trained") + table(how) + all_flags
     head = HEAD + tag("title", f"{safe(run.name)}: trained and untouched") + tag("style", STYLE)
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}</head>\n<body>\n{body}</body>\n</html>\n'

@@ -9,6 +9,7 @@ from utils.cli import one_line, printable
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#555555"]  # Okabe and Ito
 OF_TEAM = ["#444444"]
+HELD_OUT = ("fitness", "eval/reward_mean")  # columns of the reward on held-out items, one in each script's runs
 
 
 def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
