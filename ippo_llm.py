@@ -101,7 +101,7 @@ class AlgorithmArgs:
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)
     advantage_normalization: bool = True  # standardise advantages over the rollout
     entropy_coef: NonNegativeFloat = 0.0  # beta, the weight of the entropy bonus
-    value_loss_coef: NonNegativeFloat = 0.02  # weight of the value loss
+    value_loss_coef: NonNegativeFloat = 0.5  # weight of the value loss
     value_clip_range: PositiveFloat | None = 0.2  # no gain for a value that moves further to its target; none: any
     mini_batch_size: PositiveInt = 16  # joint samples in an optimiser step, over all processes
     micro_batch_size: PositiveInt | None = None  # joint samples in a forward pass; none: a process's mini-batch
