@@ -134,7 +134,7 @@ TABLE = {  # flag: another value, other flags of both runs, what is to be seen
     "anneal_lr": (False, {"train_size": 32}, learned),
     "mini_batch_size": (8, {}, learned),
     "value_clip_range": (1e-6, {}, learned),
-    "value_loss_coef": (0.5, {}, learned),
+    "value_loss_coef": (0.02, {}, learned),
     "entropy_coef": (1.0, {}, learned),
     "advantage_normalization": (False, {}, learned),
     "reward_normalization": (False, RAW_ADVANTAGES, learned),

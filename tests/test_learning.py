@@ -29,7 +29,7 @@ def test_the_reward_rises_within_a_few_updates(tmp_path):
     rows = train(iac_llm, tmp_path, use_separate_critic=True, train_size=384, num_train_epochs=1, eval_interval=0)
     assert len(rows) == 384 // iac_llm.Args().rollout_buffer_size
     assert float(rows[0]["reward_mean"]) < 1.2
-    assert mean(rows[-4:]) > mean(rows[:2]) + 0.5
+    assert mean(rows[-4:]) > mean(rows[:2]) + 0.3
 
 
 def test_players_meet_the_number_better_within_a_few_updates(tmp_path):
