@@ -48,7 +48,6 @@ RUNS = {  # group: command, tasks
     "maac": (MAAC, TASKS),
     "magrpo": (f"{MAGRPO} --max-steps 4608", TREES),
     "ppo": (PPO, TEAM | GUESS),
-    "ippo_head_loss": (f"{IPPO} --value-loss-coef 0.02", TLDR),
     "ippo_third": (f"{IPPO} --use-separate-critic {THIRD}", ONE_TURN),
     "iac_third": (f"{IAC} --use-separate-critic {THIRD}", ONE_TURN),
     "ippo_no_kl": (f"{IPPO} --use-separate-critic {THIRD} --kl-coef 0", NUMBER),
@@ -134,9 +133,8 @@ PICTURES = {  # name: groups by label
     | {"IPPO, no KL penalty": "ippo_no_kl", "IAC, no KL penalty": "iac_no_kl"},
     "joint": {"MAAC": "maac_third", "CoMLRL's MAAC": "comlrl_maac"}
     | {"MAGRPO": "magrpo_third", "CoMLRL's MAGRPO": "comlrl_magrpo"},
-    "heads": {"critics": "ippo_critic", "heads": "ippo_head", "heads, --value-loss-coef 0.02": "ippo_head_loss"},
 }
-ONE_TASK = {"heads": "tldr", "ippo": "tldr", "iac": "tldr", "ppo": "guess"}  # of a picture; else it has all
+ONE_TASK = {"ippo": "tldr", "iac": "tldr", "ppo": "guess"}  # of a picture; else it has all
 for script, details in DETAILS.items():
     changed = {detail: group_of(script, detail) for detail in details}
     PICTURES[script] = {"default": f"{script}_third"} | changed
