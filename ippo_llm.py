@@ -101,7 +101,7 @@ class AlgorithmArgs:
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)
     advantage_normalization: bool = True  # standardise advantages over the rollout
     entropy_coef: NonNegativeFloat = 0.0  # beta, the weight of the entropy bonus
-    value_loss_coef: NonNegativeFloat = 0.5  # weight of the value loss
+    value_loss_coef: NonNegativeFloat | None = None  # weight of the value loss; none: 0.5, of separate critics 0.02
     value_clip_range: PositiveFloat | None = 0.2  # no gain for a value that moves further to its target; none: any
     mini_batch_size: PositiveInt = 16  # joint samples in an optimiser step, over all processes
     micro_batch_size: PositiveInt | None = None  # joint samples in a forward pass; none: a process's mini-batch
@@ -693,7 +693,10 @@ def ippo_loss(agent, part, args):
         value_error = torch.max(value_error, clipped_error)
     value_loss = (value_error * part.action_mask).sum() / part.num_actions
 
-    loss = policy_loss - args.entropy_coef * entropy + args.value_loss_coef * value_loss
+    value_loss_coef = args.value_loss_coef
+    if value_loss_coef is None:  # a critic's own AdamW needs no weight, but with 0.5 its gradient is always clipped
+        value_loss_coef = 0.02 if args.use_separate_critic else 0.5
+    loss = policy_loss - args.entropy_coef * entropy + value_loss_coef * value_loss
     metrics = {
         "policy_loss": policy_loss.detach(),
         "value_loss": value_loss.detach(),
