@@ -113,9 +113,10 @@ def test_what_is_no_value_at_all_is_one_line_that_names_the_flag(argv):
         ("--train-sizes 64", "Unrecognized options: --train-sizes; did you mean --train-size?"),
         ("--no-such 1", "Unrecognized options: --no-such"),
         ("word", "Unrecognized options: word"),
+        ("--train-size x", "Error parsing --train-size: no type matching {None}|INT could be instantiated from ['x']"),
     ],
 )
-def test_a_flag_that_is_like_another_names_that(argv, message):
+def test_a_wrong_flag_is_named_and_so_is_one_like_it(argv, message):
     with pytest.raises(UserError) as error:
         parse(Args, argv.split())
     assert str(error.value) == message

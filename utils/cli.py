@@ -219,7 +219,8 @@ def parse_flags(Args, argv, description, defaults):
             raise
         text = re.sub(r"[╭╰][^\n]*[╮╯]|│", "", errors.getvalue())  # without the box that tyro draws
         message, *more = re.split(r"─{8,}", text)  # its parts, between rules
-        message = re.sub(r"(options: .*?--[^,]*).*", r"\1", one_line(message))  # without what follows a flag
+        # without what follows a flag's name, or what was given
+        message = re.sub(r"(options: .*?--[^,]*|instantiated from \[.*?\]).*", r"\1", one_line(message))
         similar = re.search(r"Perhaps you meant:\s*(--[\w-]+)", " ".join(more))
         raise UserError(message + (f"; did you mean {similar[1]}?" if similar else "")) from None
     values = {}
