@@ -693,7 +693,7 @@ def ippo_loss(agent, part, args):
         value_error = torch.max(value_error, clipped_error)
     value_loss = (value_error * part.action_mask).sum() / part.num_actions
 
-    default = 0.02 if args.use_separate_critic else 0.5  # a critic has its own AdamW; with 0.5 it would always be clipped
+    default = 0.02 if args.use_separate_critic else 0.5  # a critic has its own AdamW; 0.5 would always be clipped
     value_loss_coef = default if args.value_loss_coef is None else args.value_loss_coef
     loss = policy_loss - args.entropy_coef * entropy + value_loss_coef * value_loss
     metrics = {
