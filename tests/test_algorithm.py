@@ -237,6 +237,21 @@ def test_gradients_equal_those_of_a_dense_formula(model, tokenizer, prompts, cri
         torch.testing.assert_close(metrics[name], expected / count, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("script", [ippo_llm, iac_llm])
+@pytest.mark.parametrize("critic, coef", [("head", 0.5), ("separate", 0.02)])
+def test_the_value_loss_is_weighed_by_default(model, tokenizer, prompts, script, critic, coef):
+    args = make_args(script=script, use_separate_critic=critic == "separate")
+    agent = make_agent(args, model, tokenizer, critic, script=script)
+    rollout = set_rewards(script.sample(agent, prompts, args, seeded()), torch.arange(5.0))
+    minibatch = whole_minibatch(rollout, learning_targets(agent, rollout, args, script), script)
+    loss_function = script.ippo_loss if script is ippo_llm else script.iac_loss
+    with torch.no_grad():
+        loss, metrics = loss_function(agent, minibatch, args)
+        args.value_loss_coef = 0.0
+        rest, _ = loss_function(agent, minibatch, args)
+    assert float(loss - rest) == pytest.approx(coef * float(metrics["value_loss"]), rel=1e-3)
+
+
 def test_turns_as_actions_give_the_gradient_of_the_plain_formula(model, tokenizer, prompts):
     args = make_args(action_granularity="turn", value_loss_coef=0.4, **PLAIN)
     agent = make_agent(args, model, tokenizer)
