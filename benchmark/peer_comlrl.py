@@ -13,9 +13,7 @@ task's functions, `learn` what is left of the clock.
 """
 
 import argparse
-import csv
 import dataclasses
-import importlib.metadata
 import json
 import statistics
 import sys
@@ -27,10 +25,9 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from benchmark.peer_run import PeerRun, reference_logprob
 from utils.cli import UserError
-from utils.files import in_columns, lock, write_whole, writing
 from utils.models import locate
-from utils.run import git_commit, versions
 from utils.tasks import batches, load_task
 from utils.tasks.episodes import Episodes
 
@@ -100,8 +97,8 @@ class Peer:
         )
         return trainer
 
-    def train(self):
-        self.start = time.perf_counter()
+    def train(self, run):
+        self.run, self.start = run, time.perf_counter()
         self.trainer.train()
         if self.rewards:
             self.write_row()
@@ -173,7 +170,8 @@ class Peer:
         self.done += len(self.rewards)
         row = {"global_step": self.done, "epoch": self.done / self.flags.train_size}
         row |= {"reward_mean": statistics.fmean(self.rewards), "reward_std": statistics.pstdev(self.rewards)}
-        row["reference_logprob"] = self.reference_logprob()
+        rows = [(s.full_input_ids, s.prompt_len, s.prompt_len + s.response_len) for s in self.samples]
+        row["reference_logprob"] = reference_logprob(self.reference, rows)  # not timed
         for agent in range(2):
             lengths = [sample.response_len for sample in self.samples if sample.agent_idx == agent]
             row[f"agent_{agent}/response_length"] = statistics.fmean(lengths)
@@ -181,20 +179,8 @@ class Peer:
         row["time/learn"] = elapsed - spent["sample"] - spent["reward"]
         row["samples_per_second"] = len(self.rewards) / elapsed
         row["new_tokens_per_second"] = sum(sample.response_len for sample in self.samples) / elapsed
-        with open(self.flags.output_dir / "metrics.csv", "a", newline="") as file:
-            csv.writer(file).writerows([[*row]] * (self.done == len(self.rewards)) + [in_columns(row, row)])
-        print(f"{self.done} samples: reward {row['reward_mean']:.3f}, {len(self.rewards) / elapsed:.1f}/s", flush=True)
+        self.run.write(row)
         self.rewards, self.samples, self.seconds, self.start = [], [], {}, time.perf_counter()
-
-    @torch.no_grad()
-    def reference_logprob(self):
-        """The mean log-probability of the row's new tokens under the initial model; not timed."""
-        found = []
-        for sample in self.samples:
-            ids = sample.full_input_ids[: sample.prompt_len + sample.response_len]
-            logits = self.reference(ids[None], logits_to_keep=sample.response_len + 1).logits[0, :-1]
-            found.append(logits.log_softmax(-1).gather(1, ids[sample.prompt_len :, None]))
-        return float(torch.cat(found).mean())
 
 
 def main():
@@ -215,29 +201,14 @@ def main():
     if flags.algorithm == "magrpo" and flags.num_turns > 1:
         parser.error("magrpo takes one turn here")
     flags.model = locate(flags.model)
-    metrics = flags.output_dir / "metrics.csv"
-    if metrics.exists() and not flags.overwrite:
-        sys.exit(f"peer_comlrl: --output-dir takes a folder without a run in it; {flags.output_dir} has one")
-    with writing(flags.output_dir):
-        flags.output_dir.mkdir(parents=True, exist_ok=True)
-        held = lock(flags.output_dir)  # until the end
-        metrics.unlink(missing_ok=True)
+    run = PeerRun("peer_comlrl", flags)
     set_seed(flags.seed)
     try:
         peer = Peer(flags)
     except ImportError as error:
         raise UserError(f"{sys.executable} has not the CoMLRL that {flags.algorithm} takes: {error}") from error
-    args = dataclasses.asdict(peer.trainer.args) | vars(flags) | flags.config | {"output_dir": str(flags.output_dir)}
-    config = {
-        "command": ["benchmark/peer_comlrl.py", *sys.argv[1:]],
-        "args": args,
-        "versions": versions(),
-        "git_commit": git_commit(),
-    }
-    config["versions"]["comlrl"] = importlib.metadata.version("comlrl")
-    write_whole(flags.output_dir / "config.json", json.dumps(config, indent=2) + "\n")
-    peer.train()
-    held.close()
+    run.write_config(dataclasses.asdict(peer.trainer.args) | vars(flags) | flags.config, "comlrl")
+    peer.train(run)
 
 
 if __name__ == "__main__":
