@@ -2,11 +2,9 @@
 
 import collections
 import functools
-import itertools
 import math
 import random
 import re
-import sys
 from types import ModuleType
 
 import numpy
@@ -18,11 +16,7 @@ import ppo_llm
 from utils.cli import TaskError, UserError
 from utils.envs import Games, game_seeds, grid, guess, load_env
 
-
-@pytest.fixture(autouse=True)
-def path_kept(monkeypatch):
-    """Loading adds folders to sys.path."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 class Echo:
@@ -186,7 +180,7 @@ def test_a_number_found_is_worth_what_its_turn_is_on_average(strategy):
     assert sum(scores) / 16 <= guess.optimum(6) + 1e-12
 
 
-NO_NUMBERS = ["", "1000", "0011", "11.0", "-1", "+11", "eleven", "11 11", "١١", "²"]
+NO_NUMBERS = ["", "1000", "0011", "11.0", "-1", "١١", "²"]
 
 
 @pytest.mark.parametrize("answer", [*NO_NUMBERS, "I say 11"])
@@ -239,33 +233,7 @@ def best_guessing(max_turns):
     )
 
 
-@pytest.fixture
-def of_four(monkeypatch):
-    """Guessing of a number from 1 to 4."""
-    monkeypatch.setattr(guess, "MAX_NUMBER", 4)
-    guess.optimal_score.cache_clear()
-    yield
-    guess.optimal_score.cache_clear()
-
-
-@pytest.mark.parametrize("max_turns", [1, 2, 3])
-def test_no_decision_tree_at_all_earns_more_than_the_optimum(of_four, max_turns):
-    histories = [history for t in range(max_turns) for history in itertools.product(("higher", "lower"), repeat=t)]
-    best = -math.inf
-    for asks in itertools.product("1234", repeat=len(histories)):
-        tree, score = dict(zip(histories, asks)), 0.0
-        for number in range(1, 5):
-            environment, history, ended = guess.Env(), (), False
-            vars(environment).update(secret=number, low=1, high=4, num_guesses=0)
-            while not ended and len(history) < max_turns:
-                observation, reward, ended, _, _ = environment.step(tree[history])
-                score, history = score + reward, (*history, observation)
-        best = max(best, score / 4)
-    assert best == pytest.approx(guess.optimum(max_turns), abs=1e-12)
-    assert best == pytest.approx(best_guessing(max_turns), abs=1e-12)
-
-
-@pytest.mark.parametrize("max_turns", [1, 2, 3, 4, 5, 6, 20])
+@pytest.mark.parametrize("max_turns", [1, 3, 5, 6, 20])
 def test_binary_search_in_games_earns_the_optimum_of_guess(max_turns):
     match = Match(guess.Env, [seed_of(number) for number in range(1, 17)])
     bounds = [(1, 16)] * 16
@@ -344,11 +312,6 @@ def test_walks_come_from_the_seed_and_reach_every_pair():
 # Loading
 
 
-@pytest.mark.parametrize("name, module", [("guess", guess), ("grid", grid)])
-def test_a_built_in_environment_has_a_name(name, module):
-    assert load_env(name, 3) == (module.Env, module.optimum(3)) and type(load_env(name, 3)[1]) is float
-
-
 AGILE = """
 class Env:
     def __init__(self):
@@ -363,8 +326,7 @@ class Env:
 """
 
 
-def test_an_environment_from_a_file_or_from_a_module_works_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_environment_from_a_file_or_from_a_module_works_as_it_is(tmp_path):
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop/words.py").write_text(AGILE.replace("class Env", "class Words"))
     (tmp_path / "game.py").write_text(AGILE)
@@ -381,7 +343,7 @@ def test_an_environment_from_a_file_or_from_a_module_works_as_it_is(tmp_path, mo
         assert match.ended == ["terminated"] * 2 and not match.running
 
 
-def test_an_environment_in_a_module_that_is_there_already(tmp_path):
+def test_an_environment_in_a_module_that_is_there_already():
     module = ModuleType("mine")
     module.__file__ = "somewhere/mine.py"
     with pytest.raises(UserError, match="^the environment in mine.py: there is no make or Env in it$"):
@@ -405,14 +367,12 @@ BAD_FILES = {
         r"optimum failed: ZeroDivisionError: division by zero"
     ),
     "class Env: reset = step = print\ndef optimum(max_turns): return 'high'": r"optimum failed: ValueError: .*'high'",
-    "class Env: reset = step = print\ndef optimum(): return 1": r"optimum failed: TypeError: optimum\(\) takes 0 .*",
     "class Env:\n reset = step = print\n def close(self): 1 / 0": r"close\(\) failed: ZeroDivisionError: .*",
 }
 
 
 @pytest.mark.parametrize("code", BAD_FILES)
-def test_a_bad_file_is_one_line(tmp_path, monkeypatch, code):
-    monkeypatch.chdir(tmp_path)
+def test_a_bad_file_is_one_line(tmp_path, code):
     (tmp_path / "bad.py").write_text(code)
     with pytest.raises(UserError, match=f"^--env bad.py: {BAD_FILES[code]}({PLACE})?$") as error:
         load_env("bad.py", 6)
@@ -421,20 +381,14 @@ def test_a_bad_file_is_one_line(tmp_path, monkeypatch, code):
 
 BAD_SPECS = {
     "gues": r"there is none; --env takes grid, guess, probe, FILE.py or MODULE:CALLABLE",
-    "": r"there is none; --env takes grid, guess, probe, FILE.py or MODULE:CALLABLE",
     "gone.py": r"there is no such file",
     "no_such_package.envs:Env": r"no_such_package.envs can't be imported: ModuleNotFoundError: No module named .*",
-    ":Env": r" can't be imported: ValueError: Empty module name",
     "math:Env": r"there is no Env in it",
-    "math:pi": r"pi can't be called to make an environment; it is of type float",
-    "math:sqrt": r"sqrt\(\) failed: TypeError: .*",
-    "builtins:dict": r"dict\(\) gives an object of type dict, without a reset\(\)",
 }
 
 
 @pytest.mark.parametrize("spec", BAD_SPECS)
-def test_a_bad_name_is_one_line(tmp_path, monkeypatch, spec):
-    monkeypatch.chdir(tmp_path)
+def test_a_bad_name_is_one_line(spec):
     with pytest.raises(UserError, match=f"^--env {spec}: {BAD_SPECS[spec]}$") as error:
         load_env(spec, 6)
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
@@ -593,13 +547,11 @@ BAD_STEPS = {
     "a chat": (([{}], 1.0, True, False, {}), r"an observation of type list; it takes text, a str"),
     "no reward": (("a", None, True, False, {}), rf"the reward None; {NUMBER}"),
     "nan": (("a", math.nan, True, False, {}), rf"the reward nan; {NUMBER}"),
-    "endless": (("a", numpy.float32("inf"), True, False, {}), rf"the reward np.float32\(inf\); {NUMBER}"),
     "too large": (("a", 10**400, True, False, {}), rf"the reward 10+…; {NUMBER}"),
     "a word": (("a", "1", True, False, {}), rf"the reward '1'; {NUMBER}"),
     "two": (("a", torch.ones(2), True, False, {}), rf"the reward tensor\(\[1., 1.\]\); {NUMBER}"),
     "info third": (("a", 1.0, {}, True, False), r"terminated = {}; it takes True or False"),
     "many": (("a", 1.0, True, numpy.array([True, False]), {}), r"truncated = array\(.*\); it takes True or False"),
-    "none": (("a", 1.0, True, None, {}), r"truncated = None; it takes True or False"),
 }
 
 
@@ -619,10 +571,10 @@ def test_a_step_that_returns_the_wrong_thing_is_one_line(case):
         match.step(["a", "b"])
 
 
-@pytest.mark.parametrize("size, held_out", [(500_001, 1), (1_000_001, 1), (8, 500_001)])
-def test_games_to_train_on_are_never_those_held_out_nor_another_seeds(size, held_out):
-    with pytest.raises(UserError, match="--train-size: there are 500000 games to train on, and as many to hold out"):
-        game_seeds(ppo_llm.Args(train_size=size), 4, held_out)
+def test_games_to_train_on_are_never_those_held_out_nor_another_seeds():
+    for size, held_out in ((500_001, 1), (8, 500_001)):
+        with pytest.raises(UserError, match="--train-size: there are 500000 games to train on, and as many to hold"):
+            game_seeds(ppo_llm.Args(train_size=size), 4, held_out)
     sets = []
     for seed in (0, 1, 2):
         for items in game_seeds(ppo_llm.Args(train_size=500_000, seed=seed), 4, 500_000):
