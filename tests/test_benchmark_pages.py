@@ -9,13 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from processes import SCRIPTS
 
 import benchmark.__main__ as driver
-import iac_llm
-import ippo_llm
-import maac_llm
-import magrpo_llm
-import ppo_llm
 from benchmark import central_critic
 from utils import plot
 from utils.benchmark import manifest
@@ -95,12 +91,11 @@ def test_bad_flags_are_one_line(here):
 
 @pytest.mark.slow
 def test_every_run_is_of_flags_that_the_script_takes():
-    scripts = {f"{module.__name__}.py": module for module in (ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm)}
     for size in ("full", "quick"):
         jobs = driver.jobs_of(driver.Args(size=size))
         assert len({job.name for job in jobs}) == len(jobs) > 100
         for job in jobs:
-            args = parse(scripts[job.argv[1]].Args, job.argv[2:])
+            args = parse(SCRIPTS[job.argv[1].removesuffix(".py")].Args, job.argv[2:])
             assert (args.task or args.env or "guess") in job.name and job.name.endswith(f"__{args.seed}")
     peers = driver.Args(peer_ippo="one", peer="other", only=("comlrl",))
     assert {job.python for job in driver.jobs_of(peers)} == {"one", "other"}

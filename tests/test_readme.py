@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import make_args
+from processes import SCRIPTS, cut
 from transformers import AutoModelForCausalLM
 
-import iac_llm
 import ippo_llm
-import maac_llm
-import magrpo_llm
 import ppo_llm
 from utils import enjoy
 from utils.cli import parse
@@ -34,7 +32,6 @@ BENCHMARK = [path.read_text() for path in sorted((ROOT / "benchmark").glob("*.md
 EXAMPLES = DOCS["tasks"] + DOCS["ppo"]
 BLOCKS = {code.split(".py")[0]: code for code in re.findall(r"```python\n# (.*?)```", EXAMPLES, flags=re.S)}
 DIFFS = re.findall(r"\*\*The (\w+)\.\*\*.*?```diff\n(.*?)```", README + DOCS["make_it_yours"], flags=re.S)
-SCRIPTS = {module.__name__: module for module in (ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm)}
 assert set(SCRIPTS) == {path.stem for path in ROOT.glob("*_llm.py")}
 
 
@@ -206,30 +203,29 @@ def test_a_copy_with_another_reward(mine):
         assert sample["reward"] == pytest.approx(mine.reward_func(*completions, items=[sample["item"]])[0])
 
 
+def batches_of(mine, monkeypatch, **flags):
+    """What two agents learn from in two updates of a run without normalization, whose advantages are not all 0."""
+    batches = []
+    minibatches = mine.minibatches
+    monkeypatch.setattr(mine, "minibatches", lambda batch, *rest: batches.append(batch) or minibatches(batch, *rest))
+    flags |= {"num_generations": 4, "advantage_normalization": False, "reward_normalization": False, "kl_coef": 0.0}
+    mine.main(make_args(script=mine, train_size=4, **flags))
+    assert len(batches) == 4 and any(batch.advantages.abs().max() > 0.1 for batch in batches)
+    return batches
+
+
 @pytest.mark.parametrize("mine", ["advantage"], indirect=True)
 def test_a_copy_with_another_advantage(mine, monkeypatch):
-    batches = []
-
-    def spy(batch, *rest):
-        batches.append(batch)
-        return minibatches(batch, *rest)
-
-    minibatches = mine.minibatches
-    monkeypatch.setattr(mine, "minibatches", spy)
-    flags = {"num_generations": 4, "advantage_normalization": False, "reward_normalization": False, "kl_coef": 0.0}
-    mine.main(make_args(script=mine, train_size=4, **flags))
-    assert len(batches) == 4  # of two agents in two updates
+    batches = batches_of(mine, monkeypatch)
     for batch in batches:
         scores = batch.rewards[:, 0].double().view(-1, 4)
         wanted = (scores - scores.mean(1, keepdim=True)).view(-1, 1, 1) * batch.action_mask
         assert torch.allclose(batch.advantages.double(), wanted, atol=1e-6)
-    assert any(batch.advantages.abs().max() > 0.1 for batch in batches)
 
 
 @pytest.mark.parametrize("mine", ["model"], indirect=True)
 def test_a_copy_with_another_model(mine, model):
     _, run = mine.main(make_args(script=mine))
-    assert re.fullmatch(r"runs/mine__1__[0-9-]+", str(run.folder))
     for i in range(2):
         learned = AutoModelForCausalLM.from_pretrained(run.folder / f"agent_{i}").state_dict()
         changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, learned[name])}
@@ -239,51 +235,28 @@ def test_a_copy_with_another_model(mine, model):
 @pytest.mark.parametrize("mine", ["critic"], indirect=True)
 def test_a_copy_without_a_critic_trains_saves_resumes_and_is_shown(mine, capsys):
     flags = {"num_generations": 4, "gae_lambda": 1.0, "train_size": 4, "num_agents": 2}
-    _, whole = mine.main(make_args(Path("whole"), script=mine, **flags))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mine.Run, "log", stop_after(mine.Run.log, 1))
-        with pytest.raises(KeyboardInterrupt):
-            mine.main(make_args(Path("cut"), script=mine, save_interval=1, **flags))
-    agents, cut = mine.main(make_args(script=mine, resume="cut/run", save_interval=1, **flags))
-    assert timeless(cut.folder) == timeless(whole.folder) and len(cut.rows) == 2
+    _, whole = mine.main(make_args(Path("whole"), script=mine, save_interval=1, **flags))
+    begun = str(cut(whole.folder, Path("cut")))
+    agents, run = mine.main(make_args(script=mine, resume=begun, save_interval=1, **flags))
+    assert timeless(run.folder) == timeless(whole.folder) and len(run.rows) == 2
     assert not any("value" in name or "critic" in name for name in [*vars(mine.Args()), *vars(agents[0])])
-    assert not any("value_loss" in name for name in cut.rows[0])
-    assert not list(cut.folder.rglob("value_head*")) and not list(cut.folder.rglob("critic"))
+    assert not any("value_loss" in name for name in run.rows[0])
+    assert not list(run.folder.rglob("value_head*")) and not list(run.folder.rglob("critic"))
     for name, weight in AutoModelForCausalLM.from_pretrained("whole/run/agent_1").state_dict().items():
         assert torch.equal(weight, agents[1].actor.state_dict()[name])
-    enjoy.main(enjoy.Args(run=str(cut.folder), items=1, task=mine.__file__))
+    enjoy.main(enjoy.Args(run=str(run.folder), items=1, task=mine.__file__))
     assert "trained: reward" in capsys.readouterr().out
-
-
-def stop_after(log, number):
-    """Run.log, but for the keyboard's interrupt after so many calls of it."""
-    calls = []
-
-    def log_and_stop(*arguments, **named):
-        log(*arguments, **named)
-        calls.append(arguments)
-        if len(calls) == number:
-            raise KeyboardInterrupt
-
-    return log_and_stop
 
 
 @pytest.mark.parametrize("mine", ["critic"], indirect=True)
 def test_without_a_critic_the_baseline_is_the_mean_of_the_others(mine, monkeypatch):
-    batches = []
-    minibatches = mine.minibatches
-    monkeypatch.setattr(mine, "minibatches", lambda batch, *rest: batches.append(batch) or minibatches(batch, *rest))
-    flags = {"num_generations": 4, "gae_lambda": 1.0, "kl_coef": 0.0}
-    flags |= {"advantage_normalization": False, "reward_normalization": False}
-    mine.main(make_args(script=mine, train_size=4, **flags))
-    assert len(batches) == 4  # of two agents in two updates
+    batches = batches_of(mine, monkeypatch, gae_lambda=1.0)
     for batch in batches:
         for row, score in enumerate(batch.rewards[:, 0].tolist()):
             group = row // 4 * 4
             others = [batch.rewards[k, 0].item() for k in range(group, group + 4) if k != row]
             wanted = (score - sum(others) / 3) * batch.action_mask[row]
             torch.testing.assert_close(batch.advantages[row], wanted, atol=1e-5, rtol=0)
-    assert any(batch.advantages.abs().max() > 0.1 for batch in batches)
 
 
 def test_a_copy_runs_beside_utils_and_its_run_has_its_name(tmp_path):
