@@ -1,6 +1,5 @@
 """The default task's rule, against numbers worked out by hand; loading a task; batches of its items."""
 
-import random
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -42,14 +41,6 @@ def test_each_level_of_the_rule(long, points):
     assert pair_reward(text(8), long) == pytest.approx(points)
 
 
-def test_the_reward_is_at_most_three_and_at_least_zero():
-    rng = random.Random(0)
-    words = "the cat however so in short first then if when like although indeed also for example such as river".split()
-    for _ in range(3000):
-        pair = [" ".join(rng.choices(words, k=rng.randint(0, 60))) for _ in range(2)]
-        assert 0.0 <= pair_reward(*pair) <= 3.0
-
-
 def test_one_writer_is_held_against_the_post_and_many_form_a_chain():
     items = [{"prompt": text(20)}]
     assert reward_func([text(8)], items=items) == [pytest.approx(pair_reward(text(8), text(20)))]
@@ -76,16 +67,6 @@ def test_batches_pass_over_the_data_as_often_as_there_are_epochs(monkeypatch):
     assert len(lines) == 2  # of 5 none is left out
 
 
-TASK = {"train_dataset": train_dataset, "formatters": formatters, "reward_func": reward_func}
-BAD_TASKS = {
-    "no reward": ({"reward_func": None}, "the task SimpleNamespace has no reward_func"),
-    "a number": ({"optimum": 3}, "the task SimpleNamespace: optimum is not a function but 3"),
-    "formatters": ({"formatters": [formatters] * 3}, "the task SimpleNamespace has 3 formatters for 2 agents; .*"),
-    "a text": ({"formatters": "Hi"}, "the task SimpleNamespace: each of its formatters is to be a function"),
-    "one turn": ({}, "the task SimpleNamespace has no external_transition, which 2 turns take"),
-}
-
-
 @pytest.mark.parametrize("attributes", [{}, {"formatters": None}], ids=str)
 def test_without_formatters_every_agent_reads_the_items_prompt(attributes, tokenizer):
     task = load_task(SimpleNamespace(train_dataset=train_dataset, reward_func=reward_func, **attributes), 2)
@@ -98,24 +79,12 @@ def test_without_formatters_every_agent_reads_the_items_prompt(attributes, token
         load_items(task, TaskArgs(), 1, 1, [*rows, {"k": 3}])
 
 
-@pytest.mark.parametrize("case", BAD_TASKS)
-def test_what_a_task_lacks_is_one_line(case):
-    changes, message = BAD_TASKS[case]
-    attributes = {name: value for name, value in (TASK | changes).items() if value is not None}
-    with pytest.raises(UserError, match=f"^{message}$"):
-        load_task(SimpleNamespace(**attributes), 2, num_turns=2)
-
-
 def test_a_task_is_a_name_a_file_or_a_module(tmp_path):
     assert load_task("tldr", 2) is load_task(tldr, 2) is tldr
     path = tmp_path / "mine.py"
     path.write_text("from neighbour import *\n")
     (tmp_path / "neighbour.py").write_text("from utils.tasks.tldr import *\n")
     assert load_task(str(path), 2).reward_func is reward_func
-    path.write_text("1 / 0")
-    message = r"^--task .*mine.py can't be loaded: ZeroDivisionError: division by zero [(]mine.py:1[)]$"
-    with pytest.raises(UserError, match=message):
-        load_task(str(path), 2)
     takes = "--task takes arxiv, build, code, number, probe, reasoning, tldr or a FILE.py"
     with pytest.raises(UserError, match=f"^{takes}, got sandbox$"):
         load_task("sandbox", 2)
@@ -124,4 +93,7 @@ def test_a_task_is_a_name_a_file_or_a_module(tmp_path):
     empty = ModuleType("__main__")
     empty.__file__ = "folder/ippo_llm.py"
     with pytest.raises(UserError, match="^the task in ippo_llm.py has no reward_func$"):
+        load_task(empty, 2)
+    empty.reward_func, empty.optimum = reward_func, 3
+    with pytest.raises(UserError, match="^the task in ippo_llm.py: optimum is not a function but 3$"):
         load_task(empty, 2)

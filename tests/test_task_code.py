@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.tasks import code, load_task, made_text
+from utils.tasks import code, made_text
 
 ITEM = {
     "prompt": 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """Add up the doubles."""\n',
@@ -189,7 +189,3 @@ def test_a_second_turn_names_what_is_missing(aux, main, fault):
 def test_an_episode_ends_when_all_asserts_pass():
     assert code.external_transition([AUX, MAIN], 2, ITEM) is None
     assert code.external_transition(["", "def total(xs):\n    return 2 * sum(xs)"], 2, ITEM) is None
-
-
-def test_the_task_is_complete():
-    assert load_task("code", 2, num_turns=2) is code
