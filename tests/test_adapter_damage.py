@@ -93,11 +93,7 @@ DAMAGES = [
     (CONFIG, write({"r": None}), "is no LoRA configuration: r is None"),
     (CONFIG, write({"target_modules": "q.*"}), r"takes names of linear layers .*, and q\.\* means no layer"),
     (CONFIG, write({"target_modules": "q.*("}), r"adapter_config.json: q\.\*\( is no regular expression: "),
-    (CONFIG, write({"target_modules": "model"}), r"takes names of linear layers .*, and model means model"),
-    (CONFIG, write({"modules_to_save": ["head_of"]}), "modules_to_save takes names of modules, .* has no head_of"),
     (CONFIG, write({"alpha_pattern": {"q_proj": -3}}), "adapter_config.json: alpha_pattern: Input should be greater"),
-    (CONFIG, write({"bias": "all"}), "adapter_config.json: bias takes none here, got all"),
-    (CONFIG, write({"init_lora_weights": "pissa"}), "adapter_config.json: init_lora_weights: .*gaussian.*, got pissa"),
     (ACTOR, cut, "agent_1/actor/adapter_model.safetensors is no whole safetensors file"),
     (ACTOR, empty, "adapter_model.safetensors is no whole safetensors file"),
     (CRITIC, garble, "critic/adapter_model.safetensors is no whole safetensors file"),
@@ -133,28 +129,9 @@ def test_a_stage_of_dora_is_refused_without_dora(base, tokenizer, stage):
     assert refusal(base, tokenizer, stage).match(".*agent_1/actor/.* has use_dora, and takes use_dora here too")
 
 
-@pytest.mark.parametrize("file, damage, message", DAMAGES[-8:], ids=name_of)
-def test_a_damaged_checkpoint_is_refused(base, tokenizer, stage, file, damage, message):
-    damage(stage / "agent_1" / file)
-    agents = make_team(base, tokenizer)
-    with pytest.raises(UserError, match=message):
-        adapters.load_agents(stage, agents)
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UserError, match="got .*nowhere: there is no such folder"):
-        stages.find_agents(tmp_path / "nowhere", 2)
-
-
-def test_a_folder_without_agents_is_refused(stage):
-    with pytest.raises(UserError, match="it has no agent_0"):
-        stages.find_agents(stage / "agent_0", 2)
-
-
-@pytest.mark.parametrize("num_agents", [1, 3])
-def test_a_stage_of_another_number_of_agents_is_refused(stage, num_agents):
-    with pytest.raises(UserError, match=f"has 2 agents, and the team has {num_agents}"):
-        stages.find_agents(stage, num_agents)
+def test_a_stage_of_more_agents_than_the_team_has_is_refused(stage):
+    with pytest.raises(UserError, match="has 2 agents, and the team has 1"):
+        stages.find_agents(stage, 1)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
-from utils import adapters, checkpoint, lora, stages
+from utils import adapters, checkpoint, stages
 from utils.cli import UserError
 
 ROLES = ("actor", "critic", "reference")
@@ -93,22 +93,11 @@ def test_a_reference_that_is_the_base_is_not_written(team, tmp_path):
     assert sorted(path.name for path in (tmp_path / "agent_0").iterdir() if path.is_dir()) == ["actor", "critic"]
 
 
-def test_an_adapter_has_no_weights_of_the_base(stage):
-    for file in stage[0].rglob("adapter_model.safetensors"):
-        assert all("lora_" in name for name in load_file(file))
-
-
 @pytest.mark.parametrize("role", ROLES)
 def test_peft_opens_an_adapter(base, stage, role):
     folder, agents = stage
     opened = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder / "agent_1" / role)
     assert torch.allclose(tiny_logits(opened), tiny_logits(agents[0].model, f"agent_1_{role}"), atol=1e-6)
-
-
-def test_an_adapters_configuration_is_for_inference(stage):
-    config = json.loads((stage[0] / "agent_1" / "actor" / "adapter_config.json").read_text())
-    assert config["inference_mode"]
-    assert config["base_model_name_or_path"] == "some/base"
 
 
 def test_a_folder_is_replaced_whole(stage, team, monkeypatch):
@@ -214,14 +203,6 @@ def test_a_stage_without_critics_gives_copies_of_its_actors(base, stage, tokeniz
         assert not after.value_head.weight.any()
 
 
-def test_optimizers_without_a_saved_state_are_new(base, stage, tokenizer):
-    folder, _ = stage
-    (folder / "agent_1" / "optimizer.safetensors").unlink()
-    with pytest.warns(UserWarning, match="agent_1 has no optimizer's state"):
-        agents = make_team(base, tokenizer, load_checkpoint=str(folder), load_optimizer=True)
-    assert not moments_of(agents[0]) and not moments_of(agents[1])
-
-
 def test_adapters_of_a_base_of_bfloat16_are_read_back(base, team, tokenizer, tmp_path):
     coarse = copy.deepcopy(base).bfloat16()
     old = team(own_base=coarse, steps=0)
@@ -275,15 +256,6 @@ def test_a_stage_of_the_first_version_is_read(base, team, tokenizer, tmp_path):
         assert all(torch.equal(x, moments_of(after)[key]) for key, x in moments_of(before).items())
 
 
-def test_a_checkpoint_of_the_first_version_is_read(base, team, tmp_path):
-    old = team()
-    write_first_version(tmp_path, base, old)
-    agents = team(seed=7, steps=1)
-    adapters.load_agents(tmp_path, agents)
-    for before, after in zip(old, agents):
-        assert same_tensors(weights_of(before), weights_of(after))
-
-
 def test_files_are_those_of_the_first_version(base, stage, tmp_path):
     folder, agents = stage
     write_first_version(tmp_path / "first", base, agents)
@@ -324,37 +296,10 @@ def test_an_optimizer_that_lost_a_moment_is_refused(base, stage, tokenizer):
         make_team(base, tokenizer, load_checkpoint=str(folder), load_optimizer=True)
 
 
-# --- No pickles -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_pickles(monkeypatch):
-    def refuse(*values, **named):
-        raise AssertionError("a pickle")
-
-    monkeypatch.setattr(torch, "load", refuse)
-    monkeypatch.setattr(torch, "save", refuse)
-
-
-def test_no_pickle_is_written_or_read(base, team, tokenizer, tmp_path, no_pickles):
-    adapters.save_agents(tmp_path, team())
-    make_team(base, tokenizer, load_checkpoint=str(tmp_path), load_optimizer=True)
-    adapters.load_agents(tmp_path, team())
-
-
-def test_a_pickle_in_place_of_weights_is_not_read(base, stage, tokenizer, no_pickles):
-    actor = stage[0] / "agent_0" / "actor"
-    (actor / "adapter_model.safetensors").rename(actor / "adapter_model.bin")
-    with pytest.raises(UserError, match="there is no .*adapter_model.safetensors"):
-        make_team(base, tokenizer, load_checkpoint=str(stage[0]))
-
-
 # --- Another LoRA configuration ---------------------------------------------------------------------------------------
 
 OTHERS = {
-    "larger rank": {"lora_rank": 6},
     "smaller rank": {"lora_rank": 2},
-    "alpha": {"lora_alpha": 32.0},
     "rank and alpha": {"lora_rank": 7, "lora_alpha": 3.0},
     "fewer targets": {"lora_target_modules": ("q_proj", "v_proj")},
     "dropout": {"lora_dropout": 0.1},
@@ -393,33 +338,6 @@ def test_a_merged_configuration_has_the_larger_rank_and_else_the_flags(stage, me
     assert (config.lora_alpha, config.lora_dropout) == expected
 
 
-def test_a_merged_configuration_is_told_in_a_line(stage, merge):
-    _, warnings = merge(stage[0], lora_rank=6)
-    assert len(warnings) == 1 and "\n" not in warnings[0]
-    assert "r 4 there, 6 here; now r 6" in warnings[0]
-
-
-def test_a_merged_policy_may_have_been_scaled_by_the_root_of_its_rank(base, stage, merge):
-    folder, old = stage
-    for path in folder.rglob("adapter_config.json"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"use_rslora": True}))
-    opened = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder / "agent_0" / "actor")
-    agents, warnings = merge(folder)
-    assert "use_rslora True there, False here" in warnings[0]
-    assert torch.allclose(tiny_logits(agents[0].model, "agent_0_actor"), tiny_logits(opened), atol=1e-5)
-
-
-def test_wider_weights_are_padded_with_zeros(stage, merge):
-    folder, old = stage
-    agents, _ = merge(folder, lora_rank=6)
-    pairs = [adapters.parameters(each[0].model, "agent_0_actor") for each in (agents, old)]
-    for wide, narrow in zip(*pairs, strict=True):
-        rows, columns = narrow.shape
-        ratio = (8 / 4) / (8 / 6) if columns == 4 else 1
-        assert torch.allclose(wide[:rows, :columns], narrow * ratio)
-        assert not wide[rows:].any() and not wide[:, columns:].any()
-
-
 def test_targets_are_joined_and_a_new_one_starts_at_nothing(team, merge, tmp_path):
     old = team(lora_target_modules=("q_proj", "v_proj"))
     adapters.save_agents(tmp_path, old)
@@ -444,24 +362,3 @@ def test_another_configuration_is_refused_with_both_side_by_side(base, stage):
     for words in ("r 4 there, 8 here", "lora_alpha 8.0 there, 2.0 here", "v_proj there, q_proj here"):
         assert words in message
     assert "--merge-lora-configs" in message and "\n" not in message
-
-
-def test_agents_of_another_rank_refuse_a_stage(base, stage, tokenizer):
-    agents = make_team(base, tokenizer, lora_rank=8)
-    args = make_team_args(base, load_checkpoint=str(stage[0]))
-    with pytest.raises(UserError, match=r"does not fit: .*lora_A.* is \[4, 32\] there, \[8, 32\] here"):
-        stages.load_stage(agents, args)
-
-
-@pytest.mark.filterwarnings("error")
-def test_the_same_configuration_says_nothing(base, stage):
-    args = make_team_args(base, load_checkpoint=str(stage[0]))
-    config = stages.build_config(base, args)
-    assert config.to_dict() == lora.lora_config(base, args).to_dict()
-
-
-def test_there_is_no_optimizer_for_merged_ranks(base, stage):
-    flags = {"lora_rank": 8, "merge_lora_configs": True, "load_optimizer": True}
-    args = make_team_args(base, load_checkpoint=str(stage[0]), **flags)
-    with pytest.raises(UserError, match="--load-optimizer takes the LoRA configuration of .*: r 4 there, 8 here"):
-        stages.build_config(base, args)

@@ -91,14 +91,7 @@ def test_an_agents_folder_may_be_a_plain_one(base, tokenizer, plain, tmp_path):
     assert torch.equal(agents[1].value_head.weight, old[1].value_head.weight)
 
 
-def test_an_agents_actor_is_a_plain_folder_too(base, tokenizer, plain, tmp_path):
-    folder, logits = plain()
-    adapters.save_agents(tmp_path / "run", start(base, tokenizer, folder))
-    assert_policies(start(base, tokenizer, str(tmp_path / "run/agent_1/actor")), logits)
-
-
 def test_a_run_starts_with_pefts_own_policy(base, tokenizer, loaded_model, tmp_path):
-    """Before the first update; the whole script, from a folder that peft alone wrote."""
     made = peft.get_peft_model(copy.deepcopy(loaded_model), peft.LoraConfig(**CONFIG))
     change_adapters(made).save_pretrained(tmp_path / "sft")
     opened = peft.PeftModel.from_pretrained(copy.deepcopy(loaded_model), tmp_path / "sft")
@@ -196,12 +189,6 @@ def test_modules_to_save_are_joined(base, tokenizer, plain, tmp_path):
 # --- What is refused, or told -----------------------------------------------------------------------------------------
 
 
-def test_another_configuration_is_refused_without_the_flag(base, tokenizer, plain):
-    folder, _ = plain(modules_to_save=["lm_head"], r=2)
-    with pytest.raises(UserError, match="or --merge-lora-configs: r 2 there, 4 here; modules_to_save lm_head there"):
-        start(base, tokenizer, folder)
-
-
 def test_another_name_of_the_base_is_told(base, tokenizer, plain, tmp_path):
     folder, _ = plain()
     config = tmp_path / "plain/adapter_config.json"
@@ -210,24 +197,11 @@ def test_another_name_of_the_base_is_told(base, tokenizer, plain, tmp_path):
         start(base, tokenizer, folder)
 
 
-def test_a_base_of_another_shape_is_refused(tokenizer, plain):
-    folder, _ = plain()
-    with pytest.raises(UserError, match=r"adapter_model.safetensors does not fit: .* is \[.*\] there, \[.*\] here"):
-        start(tiny_base(hidden_size=16), tokenizer, folder)
-
-
 def test_pickled_weights_are_refused(plain, base, tmp_path):
     folder, _ = plain()
     (tmp_path / "plain/adapter_model.safetensors").rename(tmp_path / "plain/adapter_model.bin")
     with pytest.raises(UserError, match="there is no .*safetensors; adapter_model.bin is a pickle, which is not read$"):
         make_team_args(base, load_checkpoint=folder)
-
-
-def test_another_kind_of_adapter_is_refused(base, tmp_path):
-    config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
-    peft.get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="adapter_config.json is no LoRA configuration: (peft_type is IA3|r is None)$"):
-        make_team_args(base, load_checkpoint=str(tmp_path))
 
 
 def test_a_layer_with_an_adapter_there_and_a_copy_here_is_refused(base, tokenizer, plain, tmp_path):
