@@ -17,8 +17,6 @@ from utils.models import from_pretrained
 
 UNPADDED = {"minimax", "recurrent_gemma", "rwkv"}  # that take no padding on the left, or no cache
 APART = {"glm4_moe", "deepseek_v3", "qwen3_next"}  # whose experts have adapters in one tensor, which are not merged
-
-
 FEW = ("llama", "gemma3_text", "mixtral", "qwen3_5_text", "mamba", "rwkv")  # of each kind one: the others take minutes
 
 
@@ -42,7 +40,7 @@ def folder(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("label, folder", cases(), indirect=["folder"])
-def test_a_script_trains_an_architecture(label, folder, tmp_path, monkeypatch):
+def test_a_script_trains_an_architecture(label, folder, tmp_path):
     result = architectures.check_script(architectures.SCRIPTS[label], str(folder), str(tmp_path / "run"))
     assert len(set(result["lengths"])) > 1  # rows that end at different times
     assert result["sampled"] < 1e-4
