@@ -96,9 +96,7 @@ def test_code_that_a_folder_names_is_not_run(script):
 
 
 REFUSED = {  # what becomes of the folder, and the message
-    "another script": (lambda: edit(ppo_epochs=1, more=2), "^load: run is a run of another script or version: more$"),
     "a value": (lambda: edit(gamma=3.0), "^--gamma: Input should be less than or equal to 1, got 3.0$"),
-    "no flags": (lambda: Path("run/config.json").unlink(), "^load: run/config.json can't be read: FileNotFoundError"),
     "no checkpoint": (lambda: remove(Path("run/checkpoints")), "^load: run has no checkpoint$"),
 }
 

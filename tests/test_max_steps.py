@@ -1,7 +1,7 @@
 """--max-steps ends a run after so many joint samples, and may grow when it is resumed."""
 
 import pytest
-from short_runs import FOUR_ITEMS, assert_same_run, every_script, train
+from short_runs import FOUR_ITEMS, every_script, train
 
 from utils.cli import UserError
 from utils.same import timeless
@@ -12,7 +12,7 @@ CONSTANT["ppo"] = {"cosine_lr_schedule": False}
 
 
 @every_script
-@pytest.mark.parametrize("max_steps, num_updates", [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (99, 3)])
+@pytest.mark.parametrize("max_steps, num_updates", [(4, 1), (5, 2), (99, 3)])
 def test_a_run_ends_after_so_many_samples_rounded_up_to_an_update(script, max_steps, num_updates):
     agents, run = train(script, max_steps=max_steps, eval_size=1)
     assert [row["global_step"] for row in run.rows] == [4, 8, 12][:num_updates]
@@ -45,12 +45,6 @@ def test_without_both_a_run_has_three_epochs_and_may_have_more_when_it_goes_on()
         train("ippo", num_train_epochs=2, resume="run")
     _, run = train("ippo", num_train_epochs=4, resume="run")
     assert run.num_updates == len(run.rows) == 12
-
-
-@every_script
-def test_a_run_that_its_epochs_end_is_the_same_with_it(script, undisturbed):
-    train(script, max_steps=12)
-    assert_same_run("run", undisturbed(script))
 
 
 @every_script

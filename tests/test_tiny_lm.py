@@ -45,8 +45,7 @@ def test_its_summaries_are_sentences_of_varied_length(loaded_model, tokenizer):
 # --- The text ---------------------------------------------------------------------------------------------------------
 
 
-def test_posts_come_from_the_seed_and_have_no_gaps():
-    assert posts(20, 0) == posts(20, 0) != posts(20, 1)
+def test_posts_have_no_gaps():
     assert all("{" not in item["prompt"] + item["completion"] for item in posts(500, 0))
 
 

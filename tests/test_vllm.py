@@ -11,19 +11,17 @@ import torch
 from helpers import make_agent, make_args, make_ppo_agents, make_ppo_args, read_metrics, seeded
 from processes import assert_same, finish, finish_two
 from safetensors.torch import load_file
+from short_runs import SCRIPTS
 from transformers import AutoModelForCausalLM
 
 import iac_llm
 import ippo_llm
-import maac_llm
-import magrpo_llm
 import ppo_llm
 from utils import engine
 from utils.cli import UserError
 from utils.engine import Engine
 
 pytestmark = pytest.mark.vllm
-SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
 TEAM = pytest.mark.parametrize("script", [ippo_llm, iac_llm], ids=["ippo", "iac"])
 EVERY_SCRIPT = pytest.mark.parametrize("script", SCRIPTS)
 CHAT = [{"role": "user", "content": "Summarise this post in about 16 words: my uncle took my car."}]
