@@ -212,7 +212,7 @@ ELSEWHERE = {  # and the tests that change them
     "critic_model_name_or_path": "test_agents.py",
     "output_dir": "every test here",
     "overwrite": "test_run.py",
-    "dataset": "test_task_runs.py",
+    "dataset": "test_questions.py",
     "max_prompt_length": "test_long_prompts.py",
     "long_prompts": "test_long_prompts.py",
     "mixed_precision": "test_precision.py",
@@ -224,9 +224,9 @@ ELSEWHERE = {  # and the tests that change them
     "resume": "test_resume.py",
     "fork": "test_fork.py",
     "pause_at": "test_pause.py",
-    "reward_timeout": "test_episodes.py",
+    "reward_timeout": "test_reward_faults.py",
     "deterministic": "test_release.py",
-    "track": "test_run.py",
+    "track": "test_wandb.py",
 }
 OF_IPPO = [("ippo_llm", flag) for flag in (*TABLE, *OWN["ippo_llm"])]
 OF_IAC = [("iac_llm", flag) for flag in OWN["iac_llm"]]
@@ -257,20 +257,6 @@ def test_the_table_has_every_flag(name):
     flags = {field.name for field in dataclasses.fields(SCRIPTS[name].Args)}
     tracking = {flag for flag in flags if flag.startswith("wandb_")}
     assert flags == (TABLE.keys() | OWN[name].keys() | ELSEWHERE.keys() | tracking) - GONE[name]
-
-
-# Of CoMLRL's pages, both lists; `wandb_config` is --track and its like; the rest is given by a task or in Python.
-PUBLISHED = """output_dir actor_learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon
-max_grad_norm rollout_buffer_size mini_batch_size value_clip_range value_loss_coef entropy_coef advantage_normalization
-max_new_tokens temperature top_p top_k do_sample num_train_epochs per_device_train_batch_size use_separate_critic model
-critic_model_name_or_path critic_value_head_hidden_dim value_head_hidden_dim num_agents num_turns reward_norm_eps
-model_config"""
-
-
-@pytest.mark.parametrize("name, epochs", [("ippo_llm", "ppo_epochs"), ("iac_llm", "ac_epochs")])
-def test_the_flags_of_the_published_pages_are_there(name, epochs):
-    flags = {field.name for field in dataclasses.fields(SCRIPTS[name].Args)}
-    assert {*PUBLISHED.split(), epochs} <= flags
 
 
 # --- The task's functions ---------------------------------------------------------------------------------------------

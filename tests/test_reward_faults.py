@@ -1,6 +1,5 @@
 """A reward function that fails, never answers or returns nonsense: once more, then one line, saved and resumable."""
 
-import random
 import re
 import signal
 import time
@@ -63,29 +62,6 @@ def test_a_reward_function_that_fails_twice_ends_the_run_which_can_be_resumed(un
     assert "--resume run" in capsys.readouterr().out
     assert len(read_metrics("run")) == 2
     assert_resumes(script, undisturbed(script))
-
-
-@every_script
-def test_the_line_that_ends_a_run_is_one_line_also_where_the_error_has_several(script):
-    with pytest.raises(TaskError) as error:
-        train(script, Faulty(fail, *range(1, 99)))
-    assert_one_line(error, 1)
-
-
-def test_a_failure_in_a_hundred_calls_is_survived():
-    rng = random.Random(5)
-    failures = []
-
-    def reward_func(*completions, items):
-        if rng.random() < 0.01:
-            failures.append(items)
-            fail(items)
-        return reward_length(*completions, items=items)
-
-    flags = {"num_agents": 1, "train_size": 120, "rollout_buffer_size": 1, "mini_batch_size": 1, "max_new_tokens": 1}
-    _, run = train("iac", reward_func, **flags)
-    assert run.step == 120
-    assert failures
 
 
 # --- It never answers -------------------------------------------------------------------------------------------------
