@@ -1,13 +1,11 @@
 """Adapters merged into the base for passes without gradients; and rows of like length that go together."""
 
 import copy
-import shutil
 from dataclasses import dataclass
 
 import pytest
 import torch
 from helpers import TINY_IDS, make_ppo_args, make_team, randomise_adapters, tiny_base
-from short_runs import assert_same_run, train
 
 import ppo_llm
 from benchmark import architectures
@@ -34,12 +32,11 @@ def calls_of_adapters(model):
     return calls
 
 
-@pytest.mark.parametrize("name", ["agent_0_actor", "agent_0_critic", "agent_1_actor", "agent_1_reference"])
-def test_merged_weights_give_what_the_adapter_gives(model, name):
-    apart = adapters.forward(model, name, input_ids=TINY_IDS).logits
+def test_merged_weights_give_what_the_adapter_gives(model):
+    apart = adapters.forward(model, "agent_1_actor", input_ids=TINY_IDS).logits
     calls = calls_of_adapters(model)
-    with torch.no_grad(), adapters.merged(model, name):
-        logits = adapters.forward(model, name, input_ids=TINY_IDS).logits
+    with torch.no_grad(), adapters.merged(model, "agent_1_actor"):
+        logits = adapters.forward(model, "agent_1_actor", input_ids=TINY_IDS).logits
     assert not calls
     torch.testing.assert_close(logits, apart, atol=2e-5, rtol=1e-5)
     other = adapters.forward(model, "agent_1_critic", input_ids=TINY_IDS).logits
@@ -131,18 +128,6 @@ def test_a_run_merges_where_there_is_no_gradient_and_leaves_the_base_as_it_was(t
     for name, x in fresh.state_dict().items():
         weight = state[name] if name in state else state[name.replace("_proj.", "_proj.base_layer.")]
         assert torch.equal(weight, x), name
-
-
-@pytest.mark.usefixtures("in_tmp_path")
-def test_a_run_that_merges_goes_on_to_the_same_bits():
-    agents, _ = train("ppo", folder="whole", save_interval=1, keep_checkpoints=9)
-    shutil.copytree("whole", "run")
-    for step in (2, 3):
-        shutil.rmtree(f"run/checkpoints/update_{step:06d}")
-    resumed, _ = train("ppo", resume="run")
-    assert all(team[0].model.mergeable for team in (agents, resumed))
-    assert all(x.any() for name, x in resumed[0].model.named_parameters() if "lora_B.agent_0_actor" in name)
-    assert_same_run("run", "whole")
 
 
 # --- Rows of like length ----------------------------------------------------------------------------------------------
