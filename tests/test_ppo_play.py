@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_ppo_agents, make_ppo_args, read_metrics, seeded, values_of
+from helpers import make_ppo_agents, make_ppo_args, read_metrics, seeded
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 
@@ -146,11 +146,6 @@ def test_only_what_was_sampled_has_a_logprob(match):
     torch.testing.assert_close(rollout.logprobs, expected)
 
 
-def test_responses_are_texts_turn_by_turn(match):
-    for texts, pieces in zip(match.rollout.responses, match.pieces, strict=True):
-        assert texts == [match.tokenizer.decode(ids, skip_special_tokens=True) for ids, turn in pieces if turn >= 0]
-
-
 def test_each_turn_reads_the_whole_transcript(match):
     flat = [[ids for ids, _ in pieces] for pieces in match.pieces]
     second = [sum(flat[1][:3], []), sum(flat[5][:3], [])]
@@ -158,17 +153,8 @@ def test_each_turn_reads_the_whole_transcript(match):
     assert match.prompts_read == [[ids[0] for ids in flat], second, third]
 
 
-def test_a_transcript_is_no_longer_than_max_model_len(match):
-    lengths = [sum(len(ids) for ids, _ in pieces) for pieces in match.pieces]
-    assert (lengths[2], lengths[5]) == (36, 40)
-
-
 def test_episodes_that_are_cut_short_are_truncated(match):
     assert match.rollout.truncated.tolist() == [0, 0, 1, 1, 1, 1]
-
-
-def test_the_horizon_is_no_truncation(match):
-    assert match.rollout.played[1].all() and match.rollout.truncated[1] == 0
 
 
 def test_rewards_are_those_of_the_turns_played(match):
@@ -216,16 +202,6 @@ def test_games_that_fail_are_dropped(fragile):
 def test_the_other_games_are_learned_from(fragile):
     actor = load_file(fragile / "agent_0/actor/adapter_model.safetensors")
     assert all(weight.any() for name, weight in actor.items() if "lora_B" in name)
-
-
-def test_a_game_that_is_dropped_is_named(make, tmp_path, capsys):
-    (tmp_path / "fragile.py").write_text(FRAGILE)
-    agents, args = make(env=str(tmp_path / "fragile.py"), max_model_len=60)
-    factory, _ = envs.load_env(args.env, 3)
-    ppo_llm.play(agents, factory, [{"seed": 8}, {"seed": 9}, {"seed": 10}], args, seeded())
-    output = capsys.readouterr().out
-    assert "the episode of seed 8 is dropped: RuntimeError: no start (fragile.py:6), in reset" in output
-    assert "the episode of seed 9 is dropped: KeyError: 'no step' (fragile.py:12), in turn 2" in output
 
 
 def test_games_that_all_fail_end_the_run_in_a_line(make, monkeypatch):
@@ -323,12 +299,6 @@ def test_what_is_learned_from_are_the_processed_rewards(relay):
         assert torch.equal(rollout.rewards, rollout.raw_rewards / 2)
 
 
-def test_an_episode_ends_after_a_reward_above_the_threshold(make):
-    agents, args = make(task="number", early_termination_threshold=-1.0)
-    (rollout,) = ppo_llm.play(agents, number, list(number.train_dataset(4, 0)), args, seeded())
-    assert rollout.played.sum() == 4 and not rollout.truncated.any()
-
-
 # --- A task without room ----------------------------------------------------------------------------------------------
 
 SHORT = [RELAYED[0], RELAYED[1], RELAYED[2], RELAYED[3]]  # the third turn is not played
@@ -363,20 +333,6 @@ def test_an_episode_ends_for_all_where_one_agent_has_no_room(make, tokenizer, mo
         assert rollout.truncated.tolist() == [1] and rollout.played.tolist() == [[True, False, False]]
 
 
-@pytest.mark.parametrize("room", [15, 20])
-def test_the_end_of_a_transcript_without_room_is_worth_its_value(play_relay, room):
-    agents, args, rollouts = play_relay(SHORT, max_model_len=room, gamma=0.9)
-    for agent, rollout in zip(agents, rollouts):
-        values = ppo_llm.compute_values(agent, rollout, args)
-        rewards = ppo_llm.bootstrap_rewards(rollout, values, args)
-        alone = ppo_llm.Transcript(prompt_ids=prompt_of(rollout, 2), response_ids=rest_of(rollout, 2))
-        end = values_of(agent, alone)[-1].item()
-        assert abs(end) > 1e-3
-        first, second, _ = rollout.rewards[2].tolist()
-        assert rewards[2].tolist() == pytest.approx([first, second + 0.9 * end, 0.0], abs=1e-5)
-        assert torch.equal(rewards[:2], rollout.rewards[:2])
-
-
 # --- A chat that goes on ----------------------------------------------------------------------------------------------
 
 
@@ -401,20 +357,11 @@ def play_number(make, tokenizer, monkeypatch, template, answers):
 )
 def test_a_chat_that_goes_on_is_read_as_its_template_has_it(make, tokenizer, monkeypatch, template, end):
     answers = [f"7{end}", f"8{end}", f"9{end}"]
-    tokenizer, _, chats, read = play_number(make, tokenizer, monkeypatch, template, answers)
-    assert len(read) == 3
+    tokenizer, rollout, chats, read = play_number(make, tokenizer, monkeypatch, template, answers)
+    assert len(read) == 3 and rollout.prompts[0][1:] == ["higher", "higher"]
     for chat, ids in zip(chats, read, strict=True):
         assert tokenizer.decode(ids) == render(chat, tokenizer)
         assert ids == tokenizer(render(chat, tokenizer), add_special_tokens=False).input_ids
-
-
-def test_what_is_new_in_a_chat_is_said_once(make, tokenizer, monkeypatch):
-    answers = ["7<|end|>", "8<|end|>", "9<|end|>"]
-    tokenizer, rollout, chats, _ = play_number(make, tokenizer, monkeypatch, "own", answers)
-    text = tokenizer.decode(prompt_of(rollout, 0) + rest_of(rollout, 0))
-    assert text == render(chats[-1], tokenizer) + answers[-1]
-    assert text.count(chats[0][0]["content"]) == 1 and text.count("higher") == 2
-    assert rollout.prompts[0][1:] == ["higher", "higher"]
 
 
 # --- Seeds and items of which several episodes are played -------------------------------------------------------------
@@ -473,18 +420,9 @@ def test_a_first_token_of_the_tokenizers_own_is_read_once(make, tokenizer):
     assert prompt_of(rollout, 0) == [first, *tokenizer("0a").input_ids]
 
 
-def test_a_tokenizer_without_a_padding_token_gets_one(loaded_model, tokenizer):
-    bare = copy.deepcopy(tokenizer)
-    bare.pad_token = None
-    args = ppo_llm.resolve_args(make_ppo_args())
-    (agent,) = make_ppo_agents(loaded_model, bare, args)
-    assert agent.tokenizer.pad_token == tokenizer.eos_token
-    assert bare.pad_token is None
-
-
 def test_a_run_takes_a_tokenizer_without_a_padding_token(tmp_path, model, tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.pad_token = None
     _, run = ppo_llm.main(make_ppo_args(tmp_path, train_size=8, evaluation_interval=0), model=model, tokenizer=bare)
-    assert run.step == 1
+    assert run.step == 1 and bare.pad_token is None
     assert Path(tmp_path / "run/agent_0/tokenizer_config.json").is_file()

@@ -1,24 +1,19 @@
-"""The layout of a rollout of ppo_llm: transcripts, tokens and turns, padding, turns not played; a rollout of lists."""
+"""The layout of a rollout of ppo_llm: transcripts, padding, selected episodes; a rollout of lists."""
 
 import re
 
 import pytest
 import torch
 from helpers import (
-    GAMES,
-    TASK_EPISODES,
-    gradients,
     make_episodes,
     make_ppo_agents,
     make_ppo_args,
     make_ppo_rollout,
     seeded,
-    turns_of,
 )
 
 import ppo_llm
 from utils.cli import UserError
-from utils.tasks import number
 
 KIND = pytest.mark.parametrize("kind", ["game", "task"])
 
@@ -80,59 +75,6 @@ def test_responses_are_padded_on_the_right(make, kind):
 
 
 @KIND
-def test_the_mask_is_one_on_sampled_tokens(make, kind):
-    episodes, rollout = make(kind)
-    expected = torch.zeros_like(rollout.response_mask)
-    for b, transcript in enumerate(episodes):
-        for columns in turns_of(transcript).values():
-            expected[b, columns] = 1.0
-    assert torch.equal(rollout.response_mask, expected)
-
-
-def test_observations_are_holes_in_the_mask(make):
-    _, rollout = make("game")
-    assert GAMES[1] == [9, 4, 3, 2, 4, 6]
-    assert rollout.response_mask[1].tolist() == [1] * 4 + [0] * 3 + [1] * 2 + [0] * 4 + [1] * 6
-
-
-@KIND
-def test_logprobs_are_the_samplers(make, kind):
-    episodes, rollout = make(kind)
-    for b, transcript in enumerate(episodes):
-        end = len(transcript.logprobs)
-        torch.testing.assert_close(rollout.logprobs[b, :end], torch.tensor(transcript.logprobs))
-        assert not rollout.logprobs[b, end:].any()
-
-
-@pytest.mark.parametrize("kind, lengths", [("game", GAMES), ("task", TASK_EPISODES)])
-def test_turns_that_were_played_have_tokens(make, kind, lengths):
-    _, rollout = make(kind)
-    for b, pieces in enumerate(lengths):
-        num_turns = len(pieces) // 2
-        assert rollout.played[b].tolist() == [True] * num_turns + [False] * (3 - num_turns)
-        assert len(rollout.responses[b]) == num_turns
-
-
-@KIND
-def test_rewards_are_0_where_a_turn_was_not_played(make, kind):
-    episodes, rollout = make(kind)
-    for b, transcript in enumerate(episodes):
-        padding = [0.0] * (3 - len(transcript.rewards))
-        assert rollout.rewards[b].tolist() == pytest.approx(transcript.rewards + padding)
-        assert rollout.raw_rewards[b].tolist() == pytest.approx(transcript.raw_rewards + padding)
-
-
-@KIND
-def test_selected_episodes_are_trimmed_to_their_longest(make, kind):
-    _, rollout = make(kind)
-    part = rollout.select(torch.tensor([3, 0]))
-    longest_prompt = {"game": 5, "task": 5}[kind]
-    longest_response = {"game": 6, "task": 29}[kind]
-    assert part.turn_of_token.shape == (2, longest_response)
-    assert part.ids.shape == part.attention_mask.shape == (2, longest_prompt + longest_response)
-
-
-@KIND
 def test_selected_episodes_lose_no_token(make, kind):
     _, rollout = make(kind)
     rows = torch.tensor([1, 0])
@@ -147,44 +89,6 @@ def test_selected_episodes_lose_no_token(make, kind):
             assert torch.equal(getattr(part, name)[row], getattr(rollout, name)[b, :L]), name
     for name in ("rewards", "raw_rewards", "truncated", "played"):
         assert torch.equal(getattr(part, name), getattr(rollout, name)[rows]), name
-
-
-# --- Between tokens and turns -----------------------------------------------------------------------------------------
-
-
-@KIND
-def test_numbers_of_turns_stand_at_all_of_their_tokens(make, kind):
-    _, rollout = make(kind)
-    x = torch.randn(rollout.rewards.shape, generator=seeded())
-    tokens = ppo_llm.to_tokens(x, rollout)
-    for b, column in rollout.response_mask.nonzero().tolist():
-        assert tokens[b, column] == x[b, rollout.turn_of_token[b, column]]
-    assert not tokens[rollout.response_mask == 0].any()
-
-
-@KIND
-@pytest.mark.parametrize("reduction", ["sum", "first_value", "mean", "final_value"])
-def test_a_turn_is_a_number_of_its_tokens(make, kind, reduction):
-    _, rollout = make(kind)
-    x = torch.randn(rollout.logprobs.shape, generator=seeded())
-    turns = ppo_llm.to_turns(x, rollout, reduction)
-    for b, t in rollout.played.nonzero().tolist():
-        tokens = x[b][rollout.turn_of_token[b] == t].tolist()
-        reductions = {
-            "sum": sum(tokens),
-            "first_value": tokens[0],
-            "mean": sum(tokens) / len(tokens),
-            "final_value": tokens[-1],
-        }
-        assert turns[b, t].item() == pytest.approx(reductions[reduction], abs=1e-5)
-    assert not turns[~rollout.played].any()
-
-
-@KIND
-def test_a_turn_has_one_first_token_and_one_last(make, kind):
-    _, rollout = make(kind)
-    for select in (ppo_llm.first_tokens, ppo_llm.last_tokens):
-        assert torch.equal(ppo_llm.to_turns(select(rollout), rollout), rollout.played.float())
 
 
 # --- A rollout of lists -----------------------------------------------------------------------------------------------
@@ -204,44 +108,12 @@ def lists_of(rollout):
     return ids, masks, turn_ids, rewards
 
 
-def gradients_of_learn(agent, rollout, args, monkeypatch):
-    """The gradients of each mini-batch of `learn`, which makes no steps."""
-    found = []
-
-    def record(agent, args):
-        found.append(gradients(agent))
-        agent.optimizers[0].zero_grad()
-        return {}
-
-    monkeypatch.setattr(ppo_llm, "optimizer_step", record)
-    metrics = ppo_llm.learn(agent, rollout, args, seeded())
-    return found, metrics
-
-
-@KIND
-@pytest.mark.parametrize("granularity", ["turn", "token"])
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # there are no steps before it
-def test_a_rollout_of_lists_gives_the_gradients_of_the_played_one(make_agent, monkeypatch, kind, granularity):
-    agent, args = make_agent(kind, batch_size=4, beta=0.3, action_granularity=granularity)
-    task = {"game": ppo_llm.Env, "task": number}[kind]
-    items = {"game": [{"seed": k} for k in range(8)], "task": [*number.train_dataset(8, 0)]}[kind]
-    (played,) = ppo_llm.play([agent], task, items, args, seeded())
-    assert not played.truncated.any() and played.played[:, 1].any() and played.rewards.any()
-    own = ppo_llm.make_rollout(agent, *lists_of(played), args)
-    expected, expected_metrics = gradients_of_learn(agent, played, args, monkeypatch)
-    found, metrics = gradients_of_learn(agent, own, args, monkeypatch)
-    assert len(expected) == 2 and max(x.abs().max() for x in expected[0]) > 0.01
-    for ours, theirs in zip(found, expected, strict=True):
-        for x, y in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
-    for name, x in expected_metrics.items():
-        torch.testing.assert_close(metrics[name], x, atol=1e-5, rtol=1e-4, msg=name)
-
-
-def test_the_policy_of_a_rollout_of_lists_is_the_actor_as_it_is(make_agent):
+def test_a_rollout_of_lists_is_the_one_that_was_played_and_its_policy_the_actor_as_it_is(make_agent):
     agent, args = make_agent("game")
     rollout = make_ppo_rollout(make_episodes("game"), agent, args)
     own = ppo_llm.make_rollout(agent, *lists_of(rollout), args)
+    for name in ("ids", "attention_mask", "turn_of_token", "rewards", "played"):
+        assert torch.equal(getattr(own, name), getattr(rollout, name)), name
     for name in ("logprobs", "sampler_logprobs"):
         found = getattr(own, name) * own.response_mask
         torch.testing.assert_close(found, rollout.logprobs, atol=1e-5, rtol=0)

@@ -30,12 +30,9 @@ class Sampler:
 
     def sample(self, agent=0, rows=range(5), generator=None, **flags):
         """(ids, log-probabilities, texts); with no generator the likeliest tokens."""
-        return self.respond(self.agents[agent], self.make_args(**flags), rows, generator)
-
-    def respond(self, agent, args, rows=range(5), generator=None):
-        """The same of any agent and args."""
         transcripts = [ppo_llm.Transcript([""], self.prompts[row]) for row in rows]
-        ppo_llm.respond([agent], [transcripts], args, generator, greedy=generator is None)
+        args = self.make_args(**flags)
+        ppo_llm.respond([self.agents[agent]], [transcripts], args, generator, greedy=generator is None)
         return (
             [transcript.response_ids for transcript in transcripts],
             [transcript.logprobs for transcript in transcripts],
@@ -79,10 +76,6 @@ def test_chunks_change_nothing(sampler):
     assert sampler.ids(hf_generate_chunk_size=2) == sampler.ids()
 
 
-def test_padding_changes_nothing(sampler):
-    assert [sampler.ids(rows=[row])[0] for row in range(5)] == sampler.ids()
-
-
 @pytest.mark.parametrize("flags", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}, {"temperature": 1e-4}], ids=str)
 def test_a_filter_that_leaves_one_token_samples_the_likeliest(sampler, flags):
     assert sampler.ids(generator=seeded(), **flags) == sampler.ids()
@@ -107,14 +100,13 @@ def test_a_response_ends_with_its_end_or_is_as_long_as_may_be(sampler, tokenizer
         assert response[-1] == end or len(response) == LENGTH
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_one_forward_pass(sampler, temperature):
-    responses, logprobs, _ = sampler.sample(1, generator=seeded(), temperature=temperature)
+def test_logprobs_are_those_of_one_forward_pass(sampler):
+    responses, logprobs, _ = sampler.sample(1, generator=seeded(), temperature=0.7)
     sampler.model.set_adapter(sampler.agents[1].actor)
     for prompt, response, row in zip(sampler.prompts, responses, logprobs, strict=True):
         with torch.no_grad():
             logits = sampler.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / temperature).log_softmax(-1)[range(len(response)), response]
+        expected = (logits / 0.7).log_softmax(-1)[range(len(response)), response]
         torch.testing.assert_close(torch.tensor(row), expected, atol=1e-5, rtol=0)
 
 
@@ -134,13 +126,6 @@ def test_rows_that_ended_are_not_computed(sampler, monkeypatch):
     monkeypatch.setattr(adapters, "forward", count)
     lengths = [len(response) for response in sampler.ids(generator=seeded())]
     assert rows == [sum(length > t for length in lengths) for t in range(max(lengths))]
-
-
-def test_dropout_is_off_while_sampling(loaded_model, tokenizer, prompts):
-    plain = Sampler(loaded_model, tokenizer, prompts)
-    args = plain.make_args(lora_dropout=0.5)
-    agents = make_ppo_agents(loaded_model, tokenizer, args, scale=0.05)
-    assert plain.respond(agents[0], args)[0] == plain.ids()
 
 
 # --- Ways to sample ---------------------------------------------------------------------------------------------------
