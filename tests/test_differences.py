@@ -234,12 +234,6 @@ def check_learning_rate(script):
     assert group["initial_lr"] == 0.25 == args.actor_learning_rate
 
 
-def check_discount_of_td_errors(script):
-    rewards, values, mask = (x.view(1, 2) for x in CHAIN)
-    deltas = script.td_error(rewards, values, mask, 0.9)[0]
-    torch.testing.assert_close(deltas, torch.tensor([[0.9 * 0.25 - 0.5, 1 - 0.25]]))
-
-
 def check_discount_of_trees(script):
     rewards = torch.tensor([[1.0, 2.0], [1.0, 4.0]])  # two paths that share their first sample
     torch.testing.assert_close(script.tree_returns(rewards, 2, 0.9)[:, 0], torch.tensor([1.0, 1.0]) + 0.9 * 3.0)
@@ -298,12 +292,6 @@ def check_no_ratio(script):
     loss = getattr(script, f"{script.__name__.removesuffix('_llm')}_loss")
     other = replace(batch, logprobs=batch.logprobs - 3)
     assert torch.equal(loss(agent, batch, args)[0], loss(agent, other, args)[0])
-
-
-def check_turns_are_actions(script):
-    args = script.resolve_args(script.Args(max_turns=2, action_granularity="turn"))
-    assert args.action_granularity == "turn"
-    check_gae(script)
 
 
 def check_joint_optimisation(script):
@@ -390,7 +378,7 @@ CHECKS = {  # of what is no flag, or of a flag's effect; of one script, or of al
     (ippo_llm, r"IPPO's $J(\theta_i)$"): check_gae,
     (iac_llm, r"IAC's $J(\theta_i)$"): check_td_error,
     "agent_learning_rate": check_learning_rate,
-    (maac_llm, "discount"): check_discount_of_td_errors,
+    (maac_llm, "discount"): check_td_error,
     (magrpo_llm, "discount"): check_discount_of_trees,
     "Separate Critic": check_separate_critic,
     "Value Head": check_value_head,
@@ -402,7 +390,7 @@ CHECKS = {  # of what is no flag, or of a flag's effect; of one script, or of al
     "eval_dataset": check_eval_dataset,
     "metrics_callback": check_metrics_callback,
     "no importance sampling, no ratio clipping": check_no_ratio,
-    "turn-level credit assignment": check_turns_are_actions,
+    "turn-level credit assignment": check_gae,
     "actor-critic optimization": check_joint_optimisation,
     "single-turn and multi-turn parity": check_one_turn,
     "reward_fn": check_questions,

@@ -2,17 +2,14 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import all_parameters, same_tensors
 from short_runs import SCRIPTS, every_script, small_model, train
 
-import iac_llm
 import ippo_llm
 
-BOTH = pytest.mark.parametrize("script", [ippo_llm, iac_llm])
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
@@ -69,40 +66,14 @@ def test_the_deviation_falls_slowly_and_is_restored(script):
 # --- What episodes of several turns earn ------------------------------------------------------------------------------
 
 
-@BOTH
-def test_what_episodes_earn_is_standardised_and_a_turn_is_worth_what_it_pays(script):
-    played = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 1, 0]])
-    rewards = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 1, 0]])
-    standardised = script.standardise_returns(rewards, played, 1e-3)
-    deviation = (2 / 3) ** 0.5  # of 3, 1, 2
-    expected = torch.tensor([[0, 1 / 3, 2 / 3], [-1, 0, 0], [0, 0, 0]]) / deviation  # means of turns: 1, 2 / 3, 1 / 3
-    torch.testing.assert_close(standardised, expected)
-    torch.testing.assert_close(standardised.sum(1), torch.tensor([1.0, -1, 0]) / deviation)
-
-
-@BOTH
-def test_standardised_returns_order_episodes_of_any_length_as_their_rewards_do(script):
+def test_standardised_returns_order_episodes_of_any_length_as_their_rewards_do():
     """What an episode earns changes by the same amount in all, and in turns that all play each mean is 0."""
     generator = torch.Generator().manual_seed(2)
     rewards = torch.randn(16, 4, generator=generator).double()
     played = (torch.arange(4) < torch.randint(1, 5, (16, 1), generator=generator)).double()
     rewards *= played
     deviation = rewards.sum(1).std(correction=0)
-    change = script.standardise_returns(rewards, played, 1e-3).sum(1) * deviation - rewards.sum(1)
+    change = ippo_llm.standardise_returns(rewards, played, 1e-3).sum(1) * deviation - rewards.sum(1)
     torch.testing.assert_close(change, -rewards.sum(1).mean().expand(16))
-    of_whole = script.standardise_returns(rewards + 1, torch.ones_like(played), 1e-3)
+    of_whole = ippo_llm.standardise_returns(rewards + 1, torch.ones_like(played), 1e-3)
     torch.testing.assert_close(of_whole.mean(0), torch.zeros(4).double())
-
-
-@BOTH
-def test_of_one_turn_rewards_are_standardised_to_the_bit_as_numbers_are(script):
-    rewards = torch.randn(64, 1, generator=torch.Generator().manual_seed(1))
-    ones = torch.ones(64, 1)
-    assert torch.equal(script.standardise_returns(rewards, ones, 1e-3), script.standardise(rewards, ones, 1e-3))
-
-
-@BOTH
-@pytest.mark.parametrize("reward", [0.0, 0.3, -7.0])
-def test_turns_that_all_earn_the_same_in_all_episodes_teach_nothing(script, reward):
-    rollout = SimpleNamespace(rewards=torch.full((4, 3), reward), played=torch.ones(4, 3))
-    assert not script.standardise_returns(rollout.rewards, rollout.played, 1e-3).any()

@@ -13,28 +13,24 @@ from utils import causal_lm
 SMALL = {"train_size": 16, "eval_interval": 0}
 
 
-@pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-@pytest.mark.parametrize("critic", [True, False])
-def test_weights_of_bfloat16_train(tmp_path, script, mixed_precision, critic):
-    flags = {"dtype": "bfloat16", "mixed_precision": mixed_precision, "use_separate_critic": critic}
-    agents, run = script.main(make_args(tmp_path, script, **flags, **SMALL))
-    assert {parameter.dtype for parameter in agents[0].actor.parameters()} == {torch.bfloat16}
-    assert len(run.rows) == 2 and all(row["agent_1/skipped"] == 0 for row in run.rows)
-    assert abs(run.rows[0]["agent_0/approx_kl"]) < 0.1
-
-
-@pytest.mark.parametrize("script", [maac_llm, magrpo_llm])
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_weights_of_bfloat16_train_with_a_central_critic_or_without_one(tmp_path, script, mixed_precision):
-    samples = {"num_generations": 4, "train_size": 4} if script is magrpo_llm else {}
-    flags = SMALL | {"dtype": "bfloat16", "mixed_precision": mixed_precision} | samples
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        (ippo_llm, {"use_separate_critic": True}),
+        (ippo_llm, {"use_separate_critic": False}),
+        pytest.param(iac_llm, {"use_separate_critic": True}, marks=pytest.mark.slow),
+        (maac_llm, {}),
+        (magrpo_llm, {"num_generations": 4, "train_size": 4}),
+    ],
+)
+def test_weights_of_bfloat16_train(tmp_path, script, flags, mixed_precision):
+    flags = SMALL | {"dtype": "bfloat16", "mixed_precision": mixed_precision} | flags
     learners, run = script.main(make_args(tmp_path, script, **flags))
     models = [agent.actor for agent in learners[:2]] + [critic.critic for critic in learners[2:]]
-    assert len(models) == (3 if script is maac_llm else 2)
     assert {parameter.dtype for model in models for parameter in model.parameters()} == {torch.bfloat16}
     skipped = [row[name] for row in run.rows for name in row if name.endswith("/skipped")]
-    assert len(skipped) == 2 * len(models) and not any(skipped)
+    assert len(skipped) == 2 * len(learners) and not any(skipped)
     assert abs(run.rows[0]["agent_0/approx_kl"]) < 0.1
 
 

@@ -30,8 +30,7 @@ def test_only_the_likeliest_tokens_are_left(flags, kept):
     assert set(choose_tokens(logits, make_args(**flags), seeded(), greedy=True).tolist()) == {0}
 
 
-@pytest.mark.parametrize("items_at_once", [None, 2])
-@pytest.mark.parametrize("do_sample, greedy", [(False, False), (True, True)])
+@pytest.mark.parametrize("items_at_once, do_sample, greedy", [(None, False, False), (2, True, True)])
 def test_greedy_sampling_equals_generate(model, tokenizer, prompts, items_at_once, do_sample, greedy):
     args = make_args(do_sample=do_sample, max_new_tokens=40, per_device_train_batch_size=items_at_once)
     rollout = sample(make_agent(args, model, tokenizer), prompts, args, seeded(), greedy)
