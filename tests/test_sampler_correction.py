@@ -19,7 +19,6 @@ from helpers import (
     whole_minibatch,
 )
 
-import iac_llm
 import ippo_llm
 import maac_llm
 import magrpo_llm
@@ -29,24 +28,20 @@ from utils.cli import UserError
 from utils.metrics import sampler_metrics
 from utils.run import Run
 
-LOSSES = {ippo_llm: ippo_llm.ippo_loss, iac_llm: iac_llm.iac_loss}
-TEAM = pytest.mark.parametrize("script", LOSSES, ids=["ippo", "iac"])
 GRANULARITY = pytest.mark.parametrize("action_granularity", ["token", "turn"])
 
 
-def make_batch(script, model, tokenizer, prompts, **flags):
+def make_batch(model, tokenizer, prompts, **flags):
     """An agent, a mini-batch of what it sampled, whose sampler made up its log-probabilities, and the flags."""
-    args = make_args(script=script, max_new_tokens=12, **flags)
-    agent = make_agent(args, model, tokenizer, script=script)
-    rollout = script.sample(agent, prompts, args, seeded())
+    args = make_args(max_new_tokens=12, **flags)
+    agent = make_agent(args, model, tokenizer)
+    rollout = ippo_llm.sample(agent, prompts, args, seeded())
     noise = torch.randn(rollout.logprobs.shape, generator=seeded(1))
     rollout.sampler_logprobs = rollout.logprobs + noise * rollout.response_mask
-    targets = learning_targets(
-        agent, set_rewards(rollout, torch.randn(len(prompts), generator=seeded(2))), args, script
-    )
-    batch = whole_minibatch(rollout, targets, script)
+    set_rewards(rollout, torch.randn(len(prompts), generator=seeded(2)))
+    batch = whole_minibatch(rollout, learning_targets(agent, rollout, args))
     args.use_vllm = True
-    batch.weights = script.sampler_weights(batch, args)
+    batch.weights = ippo_llm.sampler_weights(batch, args)
     return agent, batch, args
 
 
@@ -62,37 +57,34 @@ def weighed_loss(batch, args):
     return total / batch.num_actions.item()
 
 
-@TEAM
 @GRANULARITY
-def test_each_token_of_a_team_weighs_its_ratio(script, action_granularity, model, tokenizer, prompts):
-    agent, batch, args = make_batch(script, model, tokenizer, prompts, action_granularity=action_granularity)
-    _, metrics = LOSSES[script](agent, batch, args)
+def test_each_token_of_a_team_weighs_its_ratio(action_granularity, model, tokenizer, prompts):
+    agent, batch, args = make_batch(model, tokenizer, prompts, action_granularity=action_granularity)
+    _, metrics = ippo_llm.ippo_loss(agent, batch, args)
     assert metrics["policy_loss"].item() == pytest.approx(weighed_loss(batch, args), rel=1e-4)
 
 
-@TEAM
-def test_the_gradient_of_a_token_is_weighed_and_the_weight_has_none(script, model, tokenizer, prompts):
-    agent, batch, args = make_batch(script, model, tokenizer, prompts, value_loss_coef=0.0, action_granularity="token")
+def test_the_gradient_of_a_token_is_weighed_and_the_weight_has_none(model, tokenizer, prompts):
+    agent, batch, args = make_batch(model, tokenizer, prompts, value_loss_coef=0.0, action_granularity="token")
     weights = batch.weights
     assert 1 < weights.max() == 2 and weights.min() < 1
-    loss, _ = LOSSES[script](agent, batch, args)
+    loss, _ = ippo_llm.ippo_loss(agent, batch, args)
     loss.backward()
     with_weights = [x.grad.clone() for x in agent.actor.parameters()]
     agent.actor.zero_grad()
     batch.weights = torch.ones_like(weights)
     batch.advantages = batch.advantages * weights
-    loss, _ = LOSSES[script](agent, batch, args)
+    loss, _ = ippo_llm.ippo_loss(agent, batch, args)
     loss.backward()
     for x, gradient in zip(agent.actor.parameters(), with_weights, strict=True):
         torch.testing.assert_close(x.grad, gradient, atol=1e-6, rtol=1e-4)
 
 
-@TEAM
 @pytest.mark.parametrize("flag", ["use_vllm", "sampler_correction", "do_sample"])
-def test_all_tokens_weigh_the_same_without(flag, script, model, tokenizer, prompts):
-    _, batch, args = make_batch(script, model, tokenizer, prompts)
+def test_all_tokens_weigh_the_same_without(flag, model, tokenizer, prompts):
+    _, batch, args = make_batch(model, tokenizer, prompts)
     setattr(args, flag, False)
-    assert (script.sampler_weights(batch, args) == 1).all()
+    assert (ippo_llm.sampler_weights(batch, args) == 1).all()
 
 
 @pytest.fixture
@@ -135,9 +127,8 @@ def test_each_ratio_of_ppo_weighs_that_of_the_sampler(ppo, turn_level_clip):
     assert metrics["policy_loss"].item() == pytest.approx(unweighed_total / count, rel=1e-3, abs=1e-5)
 
 
-@TEAM
-def test_metrics_have_mean_largest_and_share(script, model, tokenizer, prompts):
-    _, batch, args = make_batch(script, model, tokenizer, prompts)
+def test_metrics_have_mean_largest_and_share(model, tokenizer, prompts):
+    _, batch, args = make_batch(model, tokenizer, prompts)
     sampled = batch.response_mask > 0
     batch.sampler_logprobs[~sampled] = -9.0  # padding does not count
     ratios = []
@@ -172,13 +163,13 @@ class OtherSampler(engine.Engine):
         return RESPONSES, [[-1.0] * len(ids) for ids in RESPONSES]
 
 
-def make_sampled(script, model, tokenizer, prompts, greedy=False, **flags):
+def make_sampled(model, tokenizer, prompts, greedy=False, **flags):
     """An agent, a rollout of what OtherSampler sampled for it, and the flags."""
-    args = make_args(script=script, temperature=0.7, mini_batch_size=2, **flags)
-    agent = make_agent(args, model, tokenizer, script=script)
+    args = make_args(temperature=0.7, mini_batch_size=2, **flags)
+    agent = make_agent(args, model, tokenizer)
     args.use_vllm = True
     agent.engine = OtherSampler()
-    return agent, script.sample(agent, prompts, args, seeded(), greedy), args
+    return agent, ippo_llm.sample(agent, prompts, args, seeded(), greedy), args
 
 
 @torch.no_grad()
@@ -192,9 +183,8 @@ def logprobs_and_values(agent, tokenizer, prompt, response, policy=None):
     return log_pi[range(len(response)), response], values
 
 
-@TEAM
-def test_a_team_keeps_what_another_sampled(script, model, tokenizer, prompts):
-    _, rollout, _ = make_sampled(script, model, tokenizer, prompts)
+def test_a_team_keeps_what_another_sampled(model, tokenizer, prompts):
+    _, rollout, _ = make_sampled(model, tokenizer, prompts)
     for b, response in enumerate(RESPONSES):
         L = len(response)
         assert rollout.response_ids[b, 0, :L].tolist() == response
@@ -203,14 +193,15 @@ def test_a_team_keeps_what_another_sampled(script, model, tokenizer, prompts):
         assert rollout.responses[b] == [tokenizer.decode(response)]
 
 
-@TEAM
-def test_a_team_learns_from_logprobs_and_values_of_its_own(script, model, tokenizer, prompts, monkeypatch):
-    agent, rollout, args = make_sampled(script, model, tokenizer, prompts)
+def test_a_team_learns_from_logprobs_and_values_of_its_own(model, tokenizer, prompts, monkeypatch):
+    agent, rollout, args = make_sampled(model, tokenizer, prompts)
     right = [logprobs_and_values(agent, tokenizer, *pair) for pair in zip(prompts, RESPONSES)]
     batches = []
-    minibatches = script.minibatches
-    monkeypatch.setattr(script, "minibatches", lambda batch, *more: batches.append(batch) or minibatches(batch, *more))
-    metrics = script.learn(agent, set_rewards(rollout, torch.arange(5.0)), args, seeded())
+    minibatches = ippo_llm.minibatches
+    monkeypatch.setattr(
+        ippo_llm, "minibatches", lambda batch, *more: batches.append(batch) or minibatches(batch, *more)
+    )
+    metrics = ippo_llm.learn(agent, set_rewards(rollout, torch.arange(5.0)), args, seeded())
     for b, (logprobs, _) in enumerate(right):
         L = len(logprobs)
         torch.testing.assert_close(batches[0].logprobs[b, 0, :L], logprobs, atol=1e-5, rtol=0)
@@ -254,27 +245,24 @@ def test_a_joint_sample_weighs_what_another_sampled(script, corrected, model, to
     assert metrics[0]["sampler_ratio_max"] > 0
 
 
-@TEAM
-def test_values_of_a_head_are_read_after_another_sampled(script, model, tokenizer, prompts):
-    agent, rollout, args = make_sampled(script, model, tokenizer, prompts)
-    values = script.compute_values(agent, rollout, args)
+def test_values_of_a_head_are_read_after_another_sampled(model, tokenizer, prompts):
+    agent, rollout, args = make_sampled(model, tokenizer, prompts)
+    values = ippo_llm.compute_values(agent, rollout, args)
     for b, pair in enumerate(zip(prompts, RESPONSES)):
         _, right = logprobs_and_values(agent, tokenizer, *pair)
         torch.testing.assert_close(values[b, 0, : len(right)], right, atol=1e-5, rtol=0)
 
 
-@TEAM
 @pytest.mark.parametrize("flags, greedy", [({}, False), ({"greedy": True}, True), ({"do_sample": False}, True)])
-def test_another_sampler_is_asked_for_the_likeliest_tokens(script, flags, greedy, model, tokenizer, prompts):
-    agent, _, _ = make_sampled(script, model, tokenizer, prompts, **flags)
+def test_another_sampler_is_asked_for_the_likeliest_tokens(flags, greedy, model, tokenizer, prompts):
+    agent, _, _ = make_sampled(model, tokenizer, prompts, **flags)
     assert agent.engine.greedy == [greedy]
 
 
-@TEAM
 @pytest.mark.parametrize("do_sample", [True, False])
-def test_a_sampler_is_measured_where_it_samples(script, do_sample, model, tokenizer, prompts):
-    agent, rollout, args = make_sampled(script, model, tokenizer, prompts, do_sample=do_sample)
-    metrics = script.learn(agent, set_rewards(rollout, torch.arange(5.0)), args, seeded())
+def test_a_sampler_is_measured_where_it_samples(do_sample, model, tokenizer, prompts):
+    agent, rollout, args = make_sampled(model, tokenizer, prompts, do_sample=do_sample)
+    metrics = ippo_llm.learn(agent, set_rewards(rollout, torch.arange(5.0)), args, seeded())
     assert ("sampler_ratio" in metrics) == do_sample
 
 
@@ -297,12 +285,11 @@ def test_ppo_learns_from_logprobs_of_its_own(ppo, tokenizer, prompts):
     assert metrics["sampler_ratio_max"].item() == pytest.approx(max(ratios), rel=1e-4)
 
 
-@TEAM
 @pytest.mark.parametrize("flags, longest", [({}, None), ({"max_prompt_length": 100}, 124)])
-def test_an_engine_has_room_for_prompt_and_response(script, flags, longest, model, tokenizer, monkeypatch):
+def test_an_engine_has_room_for_prompt_and_response(flags, longest, model, tokenizer, monkeypatch):
     rooms = []
     monkeypatch.setattr(engine, "find_engine", lambda model, args, longest: rooms.append(longest))
-    make_agent(make_args(script=script, use_vllm=True, max_new_tokens=24, **flags), model, tokenizer, script=script)
+    make_agent(make_args(use_vllm=True, max_new_tokens=24, **flags), model, tokenizer)
     assert rooms == [longest]
 
 
@@ -318,7 +305,7 @@ def test_an_engine_of_ppo_has_room_for_a_transcript(ppo, monkeypatch):
 # --- Bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [ippo_llm, iac_llm, ppo_llm])
+@pytest.mark.parametrize("script", [ippo_llm, ppo_llm])
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -338,7 +325,6 @@ def test_flags_without_vllm_are_one_line(script, flags, message, tmp_path, monke
     "script, flags, message",
     [
         (ippo_llm, {"per_device_train_batch_size": 4}, "^--per-device-train-batch-size has no effect with --use-vllm"),
-        (iac_llm, {"per_device_train_batch_size": 4}, "^--per-device-train-batch-size has no effect with --use-vllm"),
         (ppo_llm, {"hf_generate_chunk_size": 4}, "^--hf-generate-chunk-size has no effect with --use-vllm"),
         (ppo_llm, {"calc_position_embeddings": False}, "^--calc-position-embeddings has no effect with --use-vllm"),
         (ppo_llm, {"model_config": {"quantization_config": {}}}, "^--use-vllm takes a base that is not quantized$"),
