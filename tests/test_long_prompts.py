@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from helpers import make_agent, make_args, make_ppo_agents, make_ppo_args, seeded
+from helpers import make_agent, make_args, make_ppo_args, seeded
 
 import iac_llm
 import ippo_llm
@@ -21,6 +21,7 @@ SCRIPTS = pytest.mark.parametrize(
 TEAM_SCRIPTS = pytest.mark.parametrize(
     "script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm, magrpo_llm]
 )
+BOTH = pytest.mark.parametrize("script", [ippo_llm, ppo_llm])
 SHORT = [{"text": "Guess it. " * (k % 3 + 1)} for k in range(16)]
 LONG = {"text": "Guess it. " * 200}
 
@@ -62,7 +63,7 @@ def test_items_with_long_prompts_are_left_out_counted_and_change_nothing_else(tm
     assert timeless(run.folder) == timeless(other.folder) and len(run.rows) == 2
 
 
-@SCRIPTS
+@BOTH
 def test_the_flag_says_how_long_is_too_long(tmp_path, capsys, script, tokenizer):
     lengths = [len(tokenizer(item["text"], add_special_tokens=False).input_ids) for item in SHORT[:3]]
     assert lengths[0] < lengths[1] < lengths[2]
@@ -72,7 +73,7 @@ def test_the_flag_says_how_long_is_too_long(tmp_path, capsys, script, tokenizer)
     assert {sample["item"]["text"] for sample in run.samples} <= {item["text"] for item in SHORT[:2]}
 
 
-@SCRIPTS
+@BOTH
 def test_an_item_goes_where_any_agents_prompt_is_long(tmp_path, capsys, script):
     task = task_of(formatters=[lambda item: "Guess it.", lambda item: item["text"]])
     train(script, tmp_path, [*SHORT, LONG], task=task)
@@ -190,22 +191,6 @@ def test_a_rollout_has_the_end_of_a_truncated_prompt(model, tokenizer):
         length = int(rollout.response_mask[row].sum())
         assert rollout.ids[row, 0][rollout.attention_mask[row, 0].bool()].tolist()[:-length] == ids
     assert rollout.prompts == [[prompt] for prompt in prompts]
-
-
-@TEAM_SCRIPTS
-def test_a_later_prompt_is_truncated_too(tmp_path, script):
-    task = task_of(external_transition=lambda item: [LONG["text"]] * 2)
-    flags = {"long_prompts": "truncate", "num_turns": 2, "max_new_tokens": 8}
-    assert train(script, tmp_path, SHORT[:8], task=task, **flags).rows[0]["turns"] == 2
-
-
-def test_a_transcript_has_the_end_of_a_truncated_prompt(loaded_model, tokenizer):
-    args = ppo_llm.resolve_args(make_ppo_args(task="tldr", long_prompts="truncate", max_prompt_length=7))
-    (agent,) = make_ppo_agents(loaded_model, tokenizer, args)
-    rollout = ppo_llm.sample(agent, [LONG["text"]], args, seeded())
-    ids = tokenizer(LONG["text"], add_special_tokens=False).input_ids
-    assert rollout.ids[0, : -rollout.logprobs.shape[-1]].tolist() == ids[-7:]
-    assert rollout.prompts == [[LONG["text"]]]
 
 
 @SCRIPTS

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import PLACE, make_args, make_ppo_args
+from helpers import make_args, make_ppo_args
 
 import iac_llm
 import ippo_llm
@@ -105,21 +105,10 @@ def test_a_loaded_task_loads_again():
     assert load_task(task, 2) is task
 
 
-@pytest.mark.parametrize("value, message", [("1", "returned '1' for item 0"), (None, "returned None for item 0")])
-def test_a_score_that_is_no_number_is_one_line(value, message):
-    episodes = Episodes(load_task(task_of(reward_fn=lambda *_: value), 2), ROWS[:1], 2, 1)
-    with pytest.raises(TaskError, match=f"^reward_fn {message}, .*; it takes a number$"):
+def test_a_score_that_is_no_number_is_one_line():
+    episodes = Episodes(load_task(task_of(reward_fn=lambda *_: "1"), 2), ROWS[:1], 2, 1)
+    with pytest.raises(TaskError, match="^reward_fn returned '1' for item 0, .*; it takes a number$"):
         episodes.reward_func([0], [["p"], ["p"]], [["a"], ["b"]])
-
-
-def test_a_score_that_fails_is_one_line_with_the_item():
-    def reward_fn(completion, answer, question):
-        return 1 / (int(answer) - 2)
-
-    episodes = Episodes(load_task(task_of(reward_fn=reward_fn), 2), ROWS[:2], 2, 1)
-    message = f"^reward_fn raised ZeroDivisionError: division by zero{PLACE} on item 1, .*1 [+] 1"
-    with pytest.raises(TaskError, match=message):
-        episodes.reward_func([0, 1], [["p", "p"]] * 2, [["a", "b"]] * 2)
 
 
 # --- What is wrong with it --------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from helpers import PLACE, learning_targets, make_agent, make_args, read_metrics, seeded, whole_minibatch
+from helpers import PLACE, learning_targets, make_agent, make_args, read_metrics, seeded
 
 import iac_llm
 import ippo_llm
 import maac_llm
 import magrpo_llm
-from ippo_llm import minibatches, play
+from ippo_llm import play
 from utils.cli import TaskError
 
 SCRIPTS = pytest.mark.parametrize(
@@ -89,14 +89,6 @@ def test_ids_and_mask_of_all_turns_are_those_of_the_texts(agents, tokenizer):
             assert tokenizer.decode(response_ids, skip_special_tokens=True) == rollout.responses[b][t]
 
 
-@pytest.mark.parametrize(
-    "threshold, turns", [(None, [[1, 1], [1, 0]]), (0.5, [[1, 0], [1, 0]]), (1.0, [[1, 1], [1, 0]])]
-)
-def test_an_episode_ends_after_a_turn_whose_reward_is_above_the_threshold(agents, threshold, turns):
-    args = make_args(num_turns=2, max_new_tokens=4, early_termination_threshold=threshold)
-    assert play_items(agents, 2, args)[0].played.long().tolist() == turns
-
-
 @pytest.mark.parametrize("threshold, num_turns", [(None, [2, 2]), (0.5, [2, 1]), (0.75, [2, 2]), (0.0, [1, 1])])
 def test_the_threshold_is_for_the_mean_of_the_agents_as_reward_func_gave_it(agents, threshold, num_turns):
     task = task_of_turns(
@@ -168,17 +160,6 @@ def test_episodes_of_one_and_two_turns_learn_from_their_chains(agents, granulari
                 assert advantages[episode, turn, position].item() == pytest.approx(advantage, abs=2e-5)
                 assert returns[episode, turn, position].item() == pytest.approx(advantage + value, abs=2e-5)
         assert num_actions == action_mask.sum()
-
-
-def test_a_mini_batch_has_all_turns_of_its_episodes(agents):
-    args = make_args(num_turns=2, max_new_tokens=4, mini_batch_size=2, **PLAIN)
-    rollout = play_items(agents, 4, args)[0]
-    batch = whole_minibatch(rollout, learning_targets(agents[0], rollout, args))
-    prompts = []
-    for minibatch in minibatches(batch, args, seeded()):
-        assert len(minibatch.prompts) == 2
-        prompts += minibatch.prompts
-    assert sorted(prompts) == sorted(rollout.prompts)
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------
