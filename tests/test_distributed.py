@@ -6,17 +6,15 @@ import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-from processes import finish_two_works
+from processes import ROOT, finish_two_works
 
 from utils import distributed
 from utils.cli import UserError
 from utils.metrics import explained_variance, team_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
     "torchrun": "torch.distributed.run --standalone --nproc-per-node 2",
     "accelerate": "accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0",
@@ -248,10 +246,6 @@ def test_more_processes_than_gpus_are_refused(environment, monkeypatch):
         distributed.device_of(1)
 
 
-if __name__ == "__main__":
-    work()
-
-
 # --- Metrics by name --------------------------------------------------------------------------------------------------
 
 
@@ -265,3 +259,7 @@ def average_by_name():
 def test_metrics_are_averaged_by_name_over_the_processes_that_have_them():
     finish_two_works(average_by_name)
     assert distributed.mean_by_name({"one": torch.tensor(-0.0), "two": 2}) == {"one": 0.0, "two": 2.0}
+
+
+if __name__ == "__main__":
+    work()

@@ -285,12 +285,3 @@ def test_dropped_games_change_nothing_of_what_is_learned_from_others(make, flags
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
     for name, x in played_metrics.items():
         torch.testing.assert_close(metrics[name], x, atol=1e-5, rtol=1e-4, msg=name)
-
-
-def test_a_process_without_games_has_numbers_that_do_not_count(make):
-    agent, args, rollout = make(adv_whitening=False)
-    dropped = rollout.select(DROPPED)
-    assert not dropped.response_mask.any() and not dropped.played.any() and not dropped.rewards.any()
-    batch = make_ppo_batch(agent, dropped, args)
-    for name in ("advantages", "returns", "action_mask"):
-        assert not getattr(batch, name).any()

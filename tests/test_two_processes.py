@@ -7,31 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from helpers import (
-    TINY,
-    build_model,
-    make_args,
-    make_episodes,
-    make_ppo_agents,
-    make_ppo_args,
-    make_ppo_rollout,
-    read_metrics,
-    seeded,
-)
-from processes import Process, assert_same, command, finish, finish_two, finish_two_works, saved_steps, start_two
-from safetensors.torch import load_file, save_file
+from helpers import TINY, build_model, make_args, make_ppo_args, read_metrics
+from processes import ROOT, assert_same, command, finish, finish_two, finish_two_works, saved_steps, start_two
 from transformers import AutoTokenizer
 
 import ippo_llm
 import ppo_llm
 from utils import distributed
 
-ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
     "torchrun": "torch.distributed.run --standalone --nproc-per-node 2",
     "accelerate": "accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0",
@@ -76,7 +62,6 @@ def test_two_processes_train_one_run(tmp_path, launcher, eval_size, mean):
 
 @pytest.mark.parametrize("flags", [f"{SMALL} --eval-size 5", f"{SMALL} --eval-size 5 {TURNS}"], ids=["one", "three"])
 def test_two_processes_go_on_to_the_same_bits(tmp_path, flags):
-    """In one turn, and in three."""
     run = tmp_path / "run"
     finish_two("ippo_llm", *flags.split(), "--output-dir", run, "--save-interval", "1")
     shutil.copytree(run, tmp_path / "whole")
@@ -133,78 +118,7 @@ def test_held_out_items_count_once_also_where_a_process_has_none(tmp_path, case,
         assert means == [9.0, pytest.approx((9 + 116 + 25) / 3)]  # 4 is of the second process
 
 
-# --- Games that are dropped -------------------------------------------------------------------------------------------
-
-DROPPED = {  # of eight games, of which the even ones are the first process's
-    "none of one's": [1, 3],
-    "all of one's": [0, 2, 4, 6],
-    "more of one's": [0, 2, 4, 7],
-}
-COUNTED = ("forward_policy", "critic_values", "optimizer_step")
-
-
-def learn_from_games(dropped, flags, folder):
-    """Work for a process: learn from its games, some of which are dropped; what it calls, measures and has learned."""
-    distributed.start()
-    rank = distributed.rank()
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    args = ppo_llm.resolve_args(make_ppo_args(update_epochs=2, lr_actor=1e-3, beta=0.1, **flags))
-    (agent,) = make_ppo_agents(build_model(tokenizer), tokenizer, args)
-    episodes = make_episodes("game")
-    for k in dropped:
-        episodes[k] = ppo_llm.Transcript(prompt_ids=[tokenizer.pad_token_id])
-    rollout = make_ppo_rollout(episodes[rank :: distributed.world_size()], agent, args)
-    calls = []
-
-    def count(name, function):
-        def call(*values, **named):
-            calls.append(name)
-            return function(*values, **named)
-
-        return call
-
-    for name in COUNTED:
-        setattr(ppo_llm, name, count(name, getattr(ppo_llm, name)))
-    metrics = ppo_llm.learn(agent, rollout, args, seeded(rank))
-    means = {name: distributed.mean(x).item() for name, x in metrics.items()}
-    (folder / f"{rank}.json").write_text(json.dumps([calls, means]))
-    weights = {name: x.detach().clone() for name, x in agent.model.named_parameters() if "lora" in name}
-    save_file(weights | agent.value_head.state_dict(), folder / f"{rank}.safetensors")
-
-
-def learned(folder, rank=0):
-    """What `learn_from_games` called and measured, and the weights."""
-    return *json.loads((folder / f"{rank}.json").read_text()), load_file(folder / f"{rank}.safetensors")
-
-
-@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("case", DROPPED)
-def test_two_processes_learn_as_one_where_games_are_dropped(tmp_path, case, shard):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    flags = {"batch_size": 8, "action_granularity": "turn"}
-    process = Process(learn_from_games, DROPPED[case], flags, tmp_path / "one").wait()
-    assert process.exitcode == 0, process.error
-    finish_two_works(learn_from_games, DROPPED[case], flags | {"shard": shard}, tmp_path / "two")
-    _, metrics, weights = learned(tmp_path / "one")
-    assert metrics["grad_norm"] > 0.01
-    for rank in range(2):
-        _, own_metrics, own_weights = learned(tmp_path / "two", rank)
-        assert own_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-4)
-        torch.testing.assert_close(own_weights, weights, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("case", DROPPED)
-def test_two_processes_make_the_same_passes_where_games_are_dropped(tmp_path, case):
-    """In two mini-batches of two games each, learned from one by one; with all weights shared out."""
-    flags = {"batch_size": 4, "micro_batch_size_per_gpu": 1, "shard": True}
-    finish_two_works(learn_from_games, DROPPED[case], flags, tmp_path)
-    (calls, *_, weights), (other_calls, *_, other_weights) = [learned(tmp_path, rank) for rank in range(2)]
-    assert calls == other_calls
-    assert calls.count("optimizer_step") == 2 * 2  # in each of two epochs
-    assert calls.count("forward_policy") == 4 + 2 * 4  # of the reference, and of the actor in each epoch
-    assert calls.count("critic_values") == 4 + 2 * 4
-    torch.testing.assert_close(other_weights, weights, atol=0, rtol=0)
+# --- Trees ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shard", ["--no-shard", "--shard"])
