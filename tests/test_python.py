@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from helpers import make_args, seeded, state_of
+from helpers import make_args, state_of
+from processes import ROOT
 from short_runs import (
     FLAGS,
     FOUR_ITEMS,
@@ -35,7 +36,6 @@ from utils.tasks import load_items, number
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/python.md").read_text()
 TEAM, LEARNER, LEARNERS, PLAYER, TRANSCRIPTS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 ROWS = [{"share": k / 12, "k": k} for k in range(12)]
@@ -147,41 +147,6 @@ def test_agents_act_on_chats_and_on_texts(model, tokenizer):
     assert ippo_llm.act(agent, [chat, text], args) == expected * 2
 
 
-@pytest.mark.parametrize("script", ["ippo", "iac"])
-def test_an_agent_learns_from_answers_that_are_scored_by_hand(script):
-    module = SCRIPTS[script]
-    args = make_args(script=module, mini_batch_size=2, num_agents=1)
-    (agent,) = module.build_agents(args, torch.device("cpu"), updates=1)
-    rollout = module.sample(agent, ["Guess it.", "Say it.", "Say it again.", "Guess."], args, seeded())
-    rollout.rewards[:, 0] = torch.tensor([0.0, 4.0, 0.0, 0.0])
-    before = state_of(agent)
-    metrics = module.learn(agent, rollout, args, seeded())
-    assert not all(torch.equal(x, y) for x, y in zip(before, state_of(agent)))
-    assert all(torch.isfinite(x) for x in metrics.values())
-    assert {"policy_loss", "value_loss", "entropy", "approx_kl", "kl", "grad_norm", "skipped"} < metrics.keys()
-    gains = ((module.compute_logprobs(agent.actor, rollout, args) - rollout.logprobs) * rollout.response_mask).sum(-1)
-    assert gains[1] > 0
-    assert gains.argmax() == 1
-
-
-@pytest.mark.parametrize("script", ["maac", "magrpo"])
-def test_a_team_without_critics_of_each_agent_learns_from_answers_that_are_scored_by_hand(script):
-    module = SCRIPTS[script]
-    args = make_args(script=module, mini_batch_size=4, num_agents=1, num_generations=4)
-    agent, *critic = module.build_agents(args, torch.device("cpu"), updates=1)
-    rollout = module.sample(agent, ["Guess it."] * 4, args, seeded())
-    rollout.rewards[:, 0] = torch.tensor([0.0, 4.0, 0.0, 0.0])
-    if script == "maac":
-        (metrics,), critic_metrics = module.learn([agent], *critic, [rollout], args, seeded())
-        assert {"value_loss", "explained_variance", "grad_norm", "skipped"} < critic_metrics.keys()
-    else:
-        metrics = module.learn(agent, rollout, args, seeded())
-    assert {"policy_loss", "entropy", "approx_kl", "kl", "grad_norm", "skipped"} < metrics.keys()
-    assert "value_loss" not in metrics and all(torch.isfinite(x) for x in metrics.values())
-    gains = ((module.compute_logprobs(agent.actor, rollout, args) - rollout.logprobs) * rollout.response_mask).sum(-1)
-    assert gains[1] > 0 and gains.argmax() == 1
-
-
 # --- Objects in place of what flags name ------------------------------------------------------------------------------
 
 
@@ -224,11 +189,10 @@ def test_rows_that_do_not_serve_are_one_line(script, case):
     assert not Path("run").exists()
 
 
-@every_script
-def test_data_from_two_places_is_one_line(script):
+def test_data_from_two_places_is_one_line():
     message = "^--dataset x.jsonl and train_dataset= or eval_dataset= are both data; give one of them$"
     with pytest.raises(UserError, match=message):
-        train(script, objects={"train_dataset": ROWS}, dataset="x.jsonl")
+        train("ippo", objects={"train_dataset": ROWS}, dataset="x.jsonl")
 
 
 @pytest.mark.parametrize("env", [Env, lambda: Env(), SimpleNamespace(Env=Env)], ids=["class", "function", "module"])
