@@ -122,20 +122,16 @@ def return_none(items):
     """A fault that ends a run."""
 
 
-def break_calls(patch, place, name, calls, message, after=False):
-    """Let some calls of a function, numbered from 1, raise a RuntimeError, before or after their work; all calls."""
+def break_calls(patch, place, name, calls, message):
+    """Let some calls of a function, numbered from 1, raise a RuntimeError; all calls."""
     function = getattr(place, name)
     seen = []
 
     def broken(*values, **options):
         seen.append(values)
-        number = len(seen)
-        if number in calls and not after:
+        if len(seen) in calls:
             raise RuntimeError(message)
-        result = function(*values, **options)
-        if number in calls:
-            raise RuntimeError(message)
-        return result
+        return function(*values, **options)
 
     patch.setattr(place, name, broken)
     return seen

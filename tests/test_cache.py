@@ -1,8 +1,6 @@
 """A cache with room: the same to the bit as transformers' own, and most tokens are written into room that is there."""
 
-import pytest
 import torch
-from transformers.cache_utils import DynamicCache
 
 from utils import causal_lm
 
@@ -45,23 +43,9 @@ def test_it_is_copied_where_rows_are_dropped_or_room_is_used_up(model):
     assert moves == [1, 4, 41, causal_lm.ROOM + 2]  # room comes with the first new token, for ROOM more
 
 
-def test_its_length_is_that_of_its_tokens(model):
-    cache = causal_lm.forward(model, torch.arange(10).view(2, 5), use_cache=True).cache
-    assert cache.get_seq_length() == 5
-    out = causal_lm.forward(model, torch.tensor([[1], [2]]), torch.ones(2, 6, dtype=torch.long), cache, use_cache=True)
-    assert out.cache.get_seq_length() == 6
-    assert out.cache.layers[0].keys.shape[2] == 6
-
-
 def test_what_a_cache_gave_before_stays():
     layer = causal_lm.RoomyLayer(*torch.ones(2, 1, 1, 3, 2))
     keys, values = layer.update(*torch.ones(2, 1, 1, 1, 2))
     layer.update(*torch.zeros(2, 1, 1, 1, 2))
     assert keys.shape == values.shape == (1, 1, 4, 2)
     assert keys.min() == values.min() == 1
-
-
-@pytest.mark.parametrize("cache", [None, DynamicCache()])
-def test_no_cache_and_an_empty_one_are_left(cache):
-    causal_lm.give_room(cache)
-    assert cache is None or cache.layers == []

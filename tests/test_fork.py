@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import SCRIPTS, contents, finish, start
-from short_runs import train
+from short_runs import every_script, train
 
 from utils.cli import UserError, parse
 from utils.files import read_rows
@@ -15,11 +15,7 @@ from utils.same import compare, timeless
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 KEPT = {"save_interval": 1, "keep_checkpoints": 9}
-RATES = {"ppo": "lr_actor"}  # of actors; else actor_learning_rate
 SECOND = "first/checkpoints/update_000002"
-every_script = pytest.mark.parametrize(
-    "script", ["ippo", pytest.param("iac", marks=pytest.mark.slow), "maac", "magrpo", "ppo"]
-)
 
 
 def config_of(folder):
@@ -39,13 +35,14 @@ def test_a_fork_with_nothing_changed_is_the_run_to_the_byte(script):
     assert fork == {"run": "first", "checkpoint": "update_000001", "step": 1, "samples": 4, "changed": {}}
 
 
-@every_script
-def test_a_fork_with_another_learning_rate_differs_from_there_on(script):
-    rate = RATES.get(script, "actor_learning_rate")
+@pytest.mark.parametrize(
+    "script, rate, actor", [("ippo", "actor_learning_rate", "model"), ("ppo", "lr_actor", "actor/adapter_model")]
+)
+def test_a_fork_with_another_learning_rate_differs_from_there_on(script, rate, actor):
     train(script, folder="first", **KEPT)
     train(script, folder="fork", fork=SECOND, **{rate: 0.25}, **KEPT)
     assert timeless("fork")[:2] == timeless("first")[:2]
-    assert not compare("first", "fork")[f"agent_0{'/actor/adapter_model' if script == 'ppo' else '/model'}.safetensors"]
+    assert not compare("first", "fork")[f"agent_0/{actor}.safetensors"]
     assert config_of("fork")["fork"]["changed"][rate][1] == 0.25
 
 

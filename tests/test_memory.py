@@ -32,6 +32,7 @@ from short_runs import (
     train,
 )
 
+import ippo_llm
 import ppo_llm
 from utils.cli import UserError, parse
 from utils.run import Run, is_out_of_memory
@@ -48,12 +49,6 @@ in_tmp_path = pytest.mark.usefixtures("in_tmp_path")
 # --- The gradients of micro-batches add up to the mini-batch's --------------------------------------------------------
 
 FROZEN = {"actor_learning_rate": 0.0, "critic_learning_rate": 0.0}  # every update begins with the same weights
-TEAM_CASES = {
-    f"{script} {granularity} {critic}": (script, granularity, critic)
-    for script in ("ippo", "iac")
-    for granularity in ("token", "turn")
-    for critic in ("head", "separate")
-}
 PPO_CASES = {
     "ppo token": {"action_granularity": "token"},
     "ppo turn": {"action_granularity": "turn", "turn_value_reduction": "mean"},
@@ -96,22 +91,21 @@ def assert_parts_add_up(patch, script, agent, rollout, args, passes):
         assert each == pytest.approx(metrics[0], abs=1e-5, rel=1e-5)
 
 
-@pytest.mark.parametrize("case", TEAM_CASES)
-def test_the_gradients_of_micro_batches_add_up(model, tokenizer, monkeypatch, case):
-    script, granularity, critic = TEAM_CASES[case]
-    module = SCRIPTS[script]
+@pytest.mark.parametrize("granularity", ["token", "turn"])
+@pytest.mark.parametrize("critic", ["head", "separate"])
+def test_the_gradients_of_micro_batches_add_up(model, tokenizer, monkeypatch, granularity, critic):
     flags = {"mini_batch_size": 8, "max_new_tokens": 8, "num_turns": 2, "entropy_coef": 0.1, "num_agents": 1} | FROZEN
-    args = make_args(script=module, action_granularity=granularity, **flags)
-    agent = make_agent(args, model, tokenizer, critic, script=module)
+    args = make_args(action_granularity=granularity, **flags)
+    agent = make_agent(args, model, tokenizer, critic)
     task = SimpleNamespace(
         formatters=lambda item: "Guess it. " * item["k"],
         reward_func=lambda texts, items, turn: [item["k"] - 3.0 * turn for item in items],
         external_transition=lambda item: ["Again."] if item["k"] % 3 else None,
     )
-    (rollout,) = module.play([agent], task, [{"k": k} for k in range(1, 9)], args, seeded())
+    (rollout,) = ippo_llm.play([agent], task, [{"k": k} for k in range(1, 9)], args, seeded())
     assert rollout.played.sum(1).tolist() == [2, 2, 1, 2, 2, 1, 2, 2]
     rollout.logprobs += 0.1 * torch.randn(rollout.logprobs.shape, generator=seeded()) * rollout.response_mask
-    assert_parts_add_up(monkeypatch, script, agent, rollout, args, [LOSSES[script]])
+    assert_parts_add_up(monkeypatch, "ippo", agent, rollout, args, ["ippo_loss"])
 
 
 @pytest.mark.parametrize("case", PPO_CASES)
@@ -150,20 +144,12 @@ def go_on(error):
     return SCRIPTS[script].main(args, make_task(reward_length), *small_model())
 
 
-PHASES = pytest.mark.parametrize("phase", ["sample", "learn"])
-
-
-def in_halves(script, phase):
-    """Flags with which half of what a phase does at once is 2."""
-    return FOUR_ITEMS.get(script, {}) if phase == "sample" else {}
-
-
 @in_tmp_path
 @every_script
-@PHASES
+@pytest.mark.parametrize("phase", ["sample", "learn"])
 def test_memory_that_runs_out_ends_the_run_with_the_flag_that_takes_less(monkeypatch, script, phase):
     """One agent, in the second of three updates; the command of the line goes on from the first."""
-    flags = in_halves(script, phase)
+    flags = FOUR_ITEMS.get(script, {}) if phase == "sample" else {}  # half of what it does at once is 2
     with monkeypatch.context() as patch:
         exhaust(patch, script, phase, [2])
         with pytest.raises(UserError) as error:
@@ -197,24 +183,6 @@ def test_memory_that_runs_out_after_some_agents_have_learned_leaves_what_they_le
     state = saved_state("run")
     assert (state["step"], state["learning"]) == (1, True)
     assert go_on(error)[1].step == 3
-
-
-@in_tmp_path
-@every_script
-@PHASES
-def test_where_nothing_is_saved_yet_the_line_names_the_flag_alone(monkeypatch, script, phase):
-    flags = in_halves(script, phase)
-    with monkeypatch.context() as patch:
-        exhaust(patch, script, phase, [1])
-        with pytest.raises(UserError) as error:
-            train(script, **flags)
-    assert_one_line(error, 2)
-    less = option(script, phase, 2)
-    assert str(error.value) == f"out of memory in the phase {phase}: {less} takes less"
-    assert [*Path("run/checkpoints").iterdir()] == []
-    name, size = less.split()
-    _, begun = train(script, overwrite=True, **flags, **{name[2:].replace("-", "_"): int(size)})
-    assert begun.step == 3
 
 
 @in_tmp_path
@@ -254,18 +222,6 @@ def test_any_other_error_of_an_update_is_raised_as_it_is(monkeypatch, script, ca
     assert len(calls) == 3
     assert "out of memory" not in capsys.readouterr().out
     assert saved_state("run")["step"] == 1
-
-
-@in_tmp_path
-@every_script
-def test_a_checkpoint_in_the_midst_of_an_update_says_so(monkeypatch, script):
-    """One agent, two optimiser steps an update: the second update fails at its second."""
-    break_calls(monkeypatch, SCRIPTS[script], LOSSES[script], [4], "shapes differ")
-    batch_size = {"batch_size" if script == "ppo" else "mini_batch_size": 2}
-    with pytest.raises(RuntimeError):
-        train(script, num_agents=1, save_interval=0, **batch_size)
-    state = saved_state("run")
-    assert (state["step"], state["learning"]) == (1, True)
 
 
 # --- Memory that grows ------------------------------------------------------------------------------------------------
