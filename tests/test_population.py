@@ -13,20 +13,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from processes import ROOT
 from short_runs import FLAGS, SCRIPTS
 
 from utils import population
-from utils.cli import UserError, flag_name, parse
+from utils.cli import UserError, flag_name
 from utils.fork import OF_AGENTS, OF_DATA
 from utils.run import OF_FOLDER
 from utils.same import compare
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # A script with the flags of a run, without the model: an update adds --lr to the reward. Its faults are the test's.
 SCRIPT = """
@@ -59,9 +57,6 @@ if fault == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if fault == "raises":
     sys.exit("script.py: error: reward_func raised ValueError: no mind to")
-if fault == "refuses":
-    print("script.py: error: --lr takes less", file=sys.stderr)
-    sys.exit(2)
 if fault in ("worker", "waits") and not once.exists():
     once.write_text(str(os.getpid()))
     if fault == "worker":
@@ -86,14 +81,20 @@ def script(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def breeding():
-    """Ray, with room for two members; populations take it as it is."""
+def tools():
+    """utils.breeding, where Ray is installed."""
     pytest.importorskip("ray.tune")
     from utils import breeding
 
-    breeding.connect(None, 2)
-    yield breeding
-    breeding.ray.shutdown()
+    return breeding
+
+
+@pytest.fixture(scope="session")
+def breeding(tools):
+    """Ray, with room for two members; populations take it as it is."""
+    tools.connect(None, 2)
+    yield tools
+    tools.ray.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -325,28 +326,16 @@ def test_a_worker_that_is_killed_takes_its_run_with_it_and_is_replaced(script, b
     assert ["--resume" in argv for argv in mine] == [False, True]
 
 
-def test_values_that_make_a_run_of_another_length_lose(script, breeding):
-    members = breed(mutate={"lr": "0.01:1", "width": "6:8"}, size=6, quantile_fraction=0.2, generation=6)
-    assert {r["error"] is not None for r in members.values() if r["hyperparameters"]["width"] == 8} == {True}
-    assert {r["error"] for r in members.values()} == {None, "with these values a run has 13 updates, and not 12"}
-
-
 @pytest.mark.parametrize(
     "fault, error",
     [
-        ("killed", "killed by SIGKILL"),
-        ("raises", "script.py: error: reward_func raised ValueError: no mind to"),
-        ("no folder", "FileExistsError: .*generation_002/member_1'"),
         ("no room", ".*generation_002.*"),
         ("longer", "with these values a run has 13 updates, and not 12"),
         ("no metric", "no score in updates 4 to 6"),
         ("not a number", "eval/reward_mean is nan in the end"),
     ],
 )
-def test_what_went_wrong_with_a_member_is_a_line(script, tmp_path, fault, error):
-    pytest.importorskip("ray.tune")
-    from utils import breeding
-
+def test_what_went_wrong_with_a_member_is_a_line(script, tools, tmp_path, fault, error):
     settings = {
         "folder": str(tmp_path / "out"),
         "cwd": str(tmp_path),
@@ -354,48 +343,15 @@ def test_what_went_wrong_with_a_member_is_a_line(script, tmp_path, fault, error)
         "words": script.split(),
     }
     settings |= {"generation": 3, "num_updates": 12, "metric": "score" if fault == "no metric" else None}
-    parent = breeding.play(settings | {"metric": None}, 1, 0, None, {"lr": 0.5})
+    parent = tools.play(settings | {"metric": None}, 1, 0, None, {"lr": 0.5})
     assert (parent["fitness"], parent["error"], parent["parent"]) == (1.5, None, None)
-    plan(g2m1=fault)
-    if fault == "no folder":
-        Path("out/generation_002").mkdir()
-        Path("out/generation_002/member_1").write_text("")
     if fault == "no room":
         Path("out/generation_002").write_text("")
     values = {"lr": float("nan") if fault == "not a number" else 0.25, "width": 8 if fault == "longer" else 1}
-    record = breeding.play(settings, 2, 1, 0, values)
+    record = tools.play(settings, 2, 1, 0, values)
     assert record["fitness"] is None and re.fullmatch(error, record["error"]), record["error"]
-    sound = breeding.play(settings | {"metric": None}, 2, 2, 0, {"lr": 0.25, "width": 1})
+    sound = tools.play(settings | {"metric": None}, 2, 2, 0, {"lr": 0.25, "width": 1})
     assert fault == "no room" or (sound["fitness"], sound["error"], sound["parent"]) == (2.25, None, 0)
-
-
-def test_who_is_lost_is_a_loser_and_no_winner():
-    pytest.importorskip("ray.tune")
-    from utils import breeding
-
-    def ranks(*scores):
-        scheduler = breeding.Scheduler({"seed": 1, "first": 1}, {}, 0.25, 0.25)
-        for k, score in enumerate(scores):
-            trial = Trial(k)
-            scheduler._trial_state[trial] = SimpleNamespace(last_score=score)
-        return [[trial.number for trial in part] for part in scheduler._quantiles()]
-
-    lost = breeding.LOST
-    assert ranks(3.0, 1.0, 2.0, 4.0) == [[1], [3]]
-    assert ranks(3.0, lost, 2.0, 4.0) == [[1], [3]]
-    assert ranks(3.0, lost, lost, 4.0) == [[1, 2], [3]]
-    assert ranks(lost, lost, lost, 4.0) == [[0, 1, 2], [3]]
-    assert ranks(lost, lost, lost, lost) == [[], []]
-
-
-class Trial:
-    """What the scheduler asks of a trial to rank it."""
-
-    def __init__(self, number):
-        self.number = number
-
-    def is_finished(self):
-        return False
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------
@@ -469,18 +425,15 @@ def test_a_second_start_in_the_same_folder_is_refused(script, breeding):
     one.lock.close()
 
 
-def test_where_ray_does_not_start_it_is_one_line(script, monkeypatch):
-    pytest.importorskip("ray.tune")
-    from utils import breeding
-
+def test_where_ray_does_not_start_it_is_one_line(script, tools, monkeypatch):
     starts = []
 
     def init(**options):
         starts.append(options)
         raise Exception("The current node timed out\nduring startup.")
 
-    monkeypatch.setattr(breeding.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(breeding.ray, "init", init)
+    monkeypatch.setattr(tools.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(tools.ray, "init", init)
     with pytest.raises(UserError, match="^Ray: The current node timed out during startup.$"):
         breed()
     with pytest.raises(UserError, match="^--address 10.0.0.1:6379: The current node timed out during startup.$"):
@@ -523,26 +476,15 @@ def test_numbers_that_a_fork_may_not_change_are_no_hyperparameters():
         ({"CPU": 8.0, "GPU": 1.0}, 3, 0.333),
     ],
 )
-def test_members_share_the_gpus(monkeypatch, resources, at_a_time, gpus):
-    pytest.importorskip("ray.tune")
-    from utils import breeding
-
-    monkeypatch.setattr(breeding.ray, "cluster_resources", lambda: resources)
-    assert breeding.gpus_of(at_a_time) == gpus
+def test_members_share_the_gpus(tools, monkeypatch, resources, at_a_time, gpus):
+    monkeypatch.setattr(tools.ray, "cluster_resources", lambda: resources)
+    assert tools.gpus_of(at_a_time) == gpus
 
 
 @pytest.mark.parametrize("log, reason", [("a\nb: no\n", "b: no"), ("", "exit code 1, and nothing in {}.log")])
-def test_a_run_that_fails_has_a_reason_if_its_log_could_not_be_written(log, reason, tmp_path):
-    pytest.importorskip("ray.tune")
-    from utils import breeding
-
+def test_a_run_that_fails_has_a_reason_if_its_log_could_not_be_written(tools, log, reason, tmp_path):
     (tmp_path / "member_0.log").write_text(log)
-    assert breeding.why(1, tmp_path / "member_0") == reason.format(tmp_path / "member_0")
-
-
-def test_the_command_takes_ranges():
-    args = parse(population.Args, ["--mutate", "lr_actor=1e-4:1e-2", "beta=0.001:0.1"])
-    assert args.mutate == {"lr_actor": "1e-4:1e-2", "beta": "0.001:0.1"}
+    assert tools.why(1, tmp_path / "member_0") == reason.format(tmp_path / "member_0")
 
 
 # --- A script's own runs ----------------------------------------------------------------------------------------------
