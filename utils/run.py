@@ -153,14 +153,14 @@ def check_untrained(folder):
 def outputs(folder):
     """What an earlier run left in a folder."""
     names = [
-        "config.json",
+        "checkpoints",
         "metrics.csv",
         "samples.jsonl",
         "curves.png",
-        "checkpoints",
         "agent_[0-9]*",
         "critic",
         "base",
+        "config.json",
     ]
     return [path for name in names for path in folder.glob(name)]
 
@@ -382,7 +382,7 @@ class Run:
         tqdm.write(f"writing {self.folder}")
 
     def empty(self):
-        """Remove what an earlier run left, the flags first: without them the rest is no run."""
+        """Remove what an earlier run left, the flags last: without them the rest would be nobody's run."""
         for path in outputs(self.folder):
             if not (self.args.resume and path.name == "config.json"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
