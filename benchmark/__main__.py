@@ -65,13 +65,13 @@ DETAILS = {  # by script: what is changed, one at a time
         "lambda 1": "--gae-lambda 1",
         "a turn as the action": "--action-granularity turn",
         "entropy bonus 0.01": "--entropy-coef 0.01",
-        "no KL penalty": "--kl-coef 0",
+        "no KL penalty": "--kl-coef 1e-9",
         "no value clipping": "--value-clip-range None",
         "no advantage normalisation": "--no-advantage-normalization",
     },
     "iac": {
         "a token as the action": "--action-granularity token",
-        "no KL penalty": "--kl-coef 0",
+        "no KL penalty": "--kl-coef 1e-9",
         "no advantage normalisation": "--no-advantage-normalization",
     },
     "ppo": {
@@ -79,7 +79,7 @@ DETAILS = {  # by script: what is changed, one at a time
         "lambda 1": "--gae-lambda 1",
         "a turn as the action": "--action-granularity turn",
         "entropy bonus 0.01": "--ent-coef 0.01",
-        "no KL penalty": "--beta 0",
+        "no KL penalty": "--beta 1e-9",
         "no advantage normalisation": "--no-adv-whitening",
     },
 }
