@@ -208,14 +208,14 @@ def main():
     parser.add_argument("--task", choices=["code"], help="what trl is trained on")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in --output-dir")
     parser.add_argument("--train-size", type=int, default=1536, help="games, or items")
-    parser.add_argument("--learning-rate", type=float, help="none: 3e-3 of agilerl's adapters, 2e-4 of trl's models")
+    parser.add_argument("--learning-rate", type=float, help="none: 3e-3 of agilerl's adapters, 5e-4 of trl's models")
     known = dict(seed=1, model="utils/tiny_lm", num_train_epochs=1)
     for name, value in known.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     flags = parser.parse_args()
     if (flags.env, flags.task)[flags.system == "agilerl"]:
         parser.error("agilerl plays --env guess, and trl is trained on --task code")
-    flags.learning_rate = flags.learning_rate or {"agilerl": 3e-3, "trl": 2e-4}[flags.system]
+    flags.learning_rate = flags.learning_rate or {"agilerl": 3e-3, "trl": 5e-4}[flags.system]
     flags.model = locate(flags.model)
     run = PeerRun("peer_ppo", flags)
     set_seed(flags.seed)
