@@ -72,8 +72,6 @@ DETAILS = {  # by script: what is changed, one at a time
         "a turn as the action": "--action-granularity turn",
         "entropy bonus 0.01": "--entropy-coef 0.01",
         "no KL penalty": "--kl-coef 1e-9",
-        "no value clipping": "--value-clip-range None",
-        "no advantage normalisation": "--no-advantage-normalization",
     },
     "iac": {
         "a token as the action": "--action-granularity token",
