@@ -5,8 +5,8 @@
 
 Runs are made in <output-dir>/runs; of each, <output-dir>/results keeps metrics.csv, which is the same to the byte every
 time, times.csv, config.json, and its line of manifest.json. What is kept is not run again: delete a run in both
-folders, and the command makes it anew. Tables are put into the pages (*.md), pictures beside them. CoMLRL is run where
---peer and --peer-ippo name Pythons that have it; peer_comlrl.py says how to make these.
+folders, and the command makes it anew. Tables are put into the pages (*.md), pictures beside them. Other systems are
+run where the flags name Pythons that have them; peer_comlrl.py and peer_ppo.py say how to make these.
 """
 
 import csv
@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 # --- What is run: groups of one command, on tasks with flags of their own ---------------------------------------------
 
 IPPO, IAC, MAAC, MAGRPO, PPO = (f"python {name}_llm.py" for name in ("ippo", "iac", "maac", "magrpo", "ppo"))
-PEER = "python -m benchmark.peer_comlrl"
+PEER, PEER_PPO = "python -m benchmark.peer_comlrl", "python -m benchmark.peer_ppo"
 THIRD = "--num-train-epochs 1"
 TASKS = {"tldr": "", "number": "--num-turns 3 --max-new-tokens 4", "code": "--max-new-tokens 48"}
 NUMBER = {"number": "--max-new-tokens 4"}  # one turn
@@ -39,6 +39,7 @@ TREES = TASKS | {"number": f"{TASKS['number']} --num-generations 2"}  # 8 paths 
 TEAM = {"tldr": "--num-agents 2", "number": "--num-agents 2 --max-turns 3 --max-output-tokens 4"}
 TEAM |= {"code": "--num-agents 2 --max-output-tokens 48"}
 TLDR, GUESS = {"tldr": ""}, {"guess": ""}
+ALONE = {"code": "--max-output-tokens 48", "guess": "--train-size 1536"}  # one agent
 
 RUNS = {  # group: command, tasks
     "ippo_critic": (f"{IPPO} --use-separate-critic", TASKS),
@@ -58,7 +59,12 @@ RUNS = {  # group: command, tasks
     "magrpo_third": (f"{MAGRPO} --max-steps 1536", ONE_TURN),
     "comlrl_maac": (f"{PEER} maac {THIRD}", ONE_TURN),
     "comlrl_magrpo": (f"{PEER} magrpo {THIRD}", ONE_TURN),
+    "ppo_alone": (f"{PPO} {THIRD}", ALONE),
+    "ippo_alone": (f"{IPPO} --num-agents 1 --use-separate-critic {THIRD}", {"code": TASKS["code"]}),
+    "agilerl": (f"{PEER_PPO} agilerl {THIRD}", {"guess": ALONE["guess"]}),
+    "trl": (f"{PEER_PPO} trl {THIRD}", {"code": ""}),
 }
+PEERS = {"comlrl_ippo": "peer_ippo", "comlrl": "peer", "agilerl": "peer_agilerl", "trl": "peer_trl"}  # flags
 DETAILS = {  # by script: what is changed, one at a time
     "ippo": {
         "lambda 0": "--gae-lambda 0",
@@ -66,8 +72,6 @@ DETAILS = {  # by script: what is changed, one at a time
         "a turn as the action": "--action-granularity turn",
         "entropy bonus 0.01": "--entropy-coef 0.01",
         "no KL penalty": "--kl-coef 0",
-        "no value clipping": "--value-clip-range None",
-        "no advantage normalisation": "--no-advantage-normalization",
     },
     "iac": {
         "a token as the action": "--action-granularity token",
@@ -79,7 +83,7 @@ DETAILS = {  # by script: what is changed, one at a time
         "lambda 1": "--gae-lambda 1",
         "a turn as the action": "--action-granularity turn",
         "entropy bonus 0.01": "--ent-coef 0.01",
-        "no KL penalty": "--beta 0",
+        "no KL penalty": "--beta 1e-9",
         "no advantage normalisation": "--no-adv-whitening",
     },
 }
@@ -108,8 +112,9 @@ def jobs_of(args):
     jobs = []
     for task in ORDER:
         for group, (command, tasks) in RUNS.items():
-            peer = group.startswith("comlrl") and (args.peer_ippo if group == "comlrl_ippo" else args.peer)
-            if task not in tasks or (peer is None) or not chosen.search(f"{group}/{task}"):
+            flag = PEERS.get(group, PEERS.get(group.split("_")[0]))
+            peer = flag and getattr(args, flag)
+            if task not in tasks or (flag and peer is None) or not chosen.search(f"{group}/{task}"):
                 continue
             small = SMALL_PEER if peer else SMALL + ("--eval-loop 4" if group.startswith("ppo") else "--eval-size 4")
             what = f"--env {task}" if task == "guess" else f"--task {task}"
@@ -133,6 +138,8 @@ PICTURES = {  # name: groups by label
     | {"IPPO, no KL penalty": "ippo_no_kl", "IAC, no KL penalty": "iac_no_kl"},
     "joint": {"MAAC": "maac_third", "CoMLRL's MAAC": "comlrl_maac"}
     | {"MAGRPO": "magrpo_third", "CoMLRL's MAGRPO": "comlrl_magrpo"},
+    "alone": {"PPO, adapters": "ppo_alone", "AgileRL's LLMPPO": "agilerl"}
+    | {"IPPO, critics": "ippo_alone", "TRL's PPO": "trl"},
 }
 ONE_TASK = {"ippo": "tldr", "iac": "tldr", "ppo": "guess"}  # of a picture; else it has all
 for script, details in DETAILS.items():
@@ -246,6 +253,8 @@ class BenchmarkArgs:
     output_dir: str = str(HERE.name)  # folder of results, pages and pictures
     peer: str | None = None  # Python that has CoMLRL's release with IAC, MAAC, MAGRPO; none: as in the results
     peer_ippo: str | None = None  # Python that has CoMLRL's release with IPPO; none: as in the results
+    peer_agilerl: str | None = None  # Python that has AgileRL; none: as in the results
+    peer_trl: str | None = None  # Python that has TRL; none: as in the results
 
 
 @flags

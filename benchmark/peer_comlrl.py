@@ -170,7 +170,10 @@ class Peer:
         self.done += len(self.rewards)
         row = {"global_step": self.done, "epoch": self.done / self.flags.train_size}
         row |= {"reward_mean": statistics.fmean(self.rewards), "reward_std": statistics.pstdev(self.rewards)}
-        rows = [(s.full_input_ids, s.prompt_len, s.prompt_len + s.response_len) for s in self.samples]
+        rows = []
+        for sample in self.samples:
+            ids = sample.full_input_ids[: sample.prompt_len + sample.response_len]
+            rows.append((ids, torch.arange(len(ids)) >= sample.prompt_len))
         row["reference_logprob"] = reference_logprob(self.reference, rows)  # not timed
         for agent in range(2):
             lengths = [sample.response_len for sample in self.samples if sample.agent_idx == agent]

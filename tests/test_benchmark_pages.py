@@ -97,8 +97,13 @@ def test_every_run_is_of_flags_that_the_script_takes():
         for job in jobs:
             args = parse(SCRIPTS[job.argv[1].removesuffix(".py")].Args, job.argv[2:])
             assert (args.task or args.env or "guess") in job.name and job.name.endswith(f"__{args.seed}")
-    peers = driver.Args(peer_ippo="one", peer="other", only=("comlrl",))
-    assert {job.python for job in driver.jobs_of(peers)} == {"one", "other"}
+
+
+def test_a_peer_is_run_by_the_python_that_has_it():
+    pythons = {"peer_ippo": "one", "peer": "two", "peer_agilerl": "three", "peer_trl": "four"}
+    jobs = driver.jobs_of(driver.Args(**pythons, only=("comlrl", "agilerl", "trl")))
+    expected = {"comlrl_ippo": "one", "comlrl_iac": "two", "comlrl_maac": "two", "comlrl_magrpo": "two"}
+    assert {job.name.split("/")[0]: job.python for job in jobs} == expected | {"agilerl": "three", "trl": "four"}
 
 
 def test_pictures_are_of_groups_that_are_run():
