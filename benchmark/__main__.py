@@ -70,12 +70,12 @@ DETAILS = {  # by script: what is changed, one at a time
         "lambda 0": "--gae-lambda 0",
         "lambda 1": "--gae-lambda 1",
         "a turn as the action": "--action-granularity turn",
-        "entropy bonus 0.01": "--entropy-coef 0.01",
         "no KL penalty": "--kl-coef 0",
+        "entropy bonus 0.01": "--entropy-coef 0.01",
     },
     "iac": {
         "a token as the action": "--action-granularity token",
-        "no KL penalty": "--kl-coef 0",
+        "no KL penalty": "--kl-coef 1e-9",
         "no advantage normalisation": "--no-advantage-normalization",
     },
     "ppo": {
