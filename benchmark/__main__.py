@@ -70,7 +70,7 @@ DETAILS = {  # by script: what is changed, one at a time
         "lambda 0": "--gae-lambda 0",
         "lambda 1": "--gae-lambda 1",
         "a turn as the action": "--action-granularity turn",
-        "no KL penalty": "--kl-coef 0",
+        "no KL penalty": "--kl-coef 1e-9",
         "entropy bonus 0.01": "--entropy-coef 0.01",
     },
     "iac": {
