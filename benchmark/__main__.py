@@ -70,8 +70,8 @@ DETAILS = {  # by script: what is changed, one at a time
         "lambda 0": "--gae-lambda 0",
         "lambda 1": "--gae-lambda 1",
         "a turn as the action": "--action-granularity turn",
-        "entropy bonus 0.01": "--entropy-coef 0.01",
         "no KL penalty": "--kl-coef 1e-9",
+        "entropy bonus 0.01": "--entropy-coef 0.01",
     },
     "iac": {
         "a token as the action": "--action-granularity token",
