@@ -1,8 +1,9 @@
 """Train AgileRL's LLMPPO or TRL's PPO on our model, prompts and rewards, and write a run folder like ours.
 
     python -m venv peer; . peer/bin/activate           # one environment for each
-    pip install torch==2.13.0 agilerl==2.58.0 'openenv<0.5' datasets peft transformers==5.14.1 pydantic tyro==1.0.17
-    pip install torch==2.13.0 trl==1.12.0 peft pydantic tyro==1.0.17
+    pip install torch==2.13.0 tyro==1.0.17 pydantic peft datasets matplotlib wandb
+    pip install agilerl==2.58.0 transformers==5.14.1 openenv==0.4.2 uvicorn websockets     # in one
+    pip install trl==1.12.0                                                                # in the other
     python -m benchmark.peer_ppo agilerl --seed 1 --output-dir runs/agilerl_1
     python -m benchmark.peer_ppo trl --seed 1 --output-dir runs/trl_1
 
@@ -209,12 +210,14 @@ def main():
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in --output-dir")
     parser.add_argument("--train-size", type=int, default=1536, help="games, or items")
     parser.add_argument("--learning-rate", type=float, help="none: 3e-3 of agilerl's adapters, 5e-4 of trl's models")
-    known = dict(seed=1, model="utils/tiny_lm", num_train_epochs=1)
-    for name, value in known.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    parser.add_argument("--num-train-epochs", type=int, default=1)
+    parser.add_argument("--model", default="utils/tiny_lm")
+    parser.add_argument("--seed", type=int, default=1)
     flags = parser.parse_args()
     if (flags.env, flags.task)[flags.system == "agilerl"]:
         parser.error("agilerl plays --env guess, and trl is trained on --task code")
+    if flags.train_size < UPDATE:
+        parser.error(f"--train-size takes at least the samples of an update, {UPDATE}")
     flags.learning_rate = flags.learning_rate or {"agilerl": 3e-3, "trl": 5e-4}[flags.system]
     flags.model = locate(flags.model)
     run = PeerRun("peer_ppo", flags)
