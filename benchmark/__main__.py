@@ -64,6 +64,7 @@ RUNS = {  # group: command, tasks
     "agilerl": (f"{PEER_PPO} agilerl {THIRD}", {"guess": ALONE["guess"]}),
     "trl": (f"{PEER_PPO} trl {THIRD}", {"code": ""}),
 }
+SMALL_DIFFERENCES = re.compile("^((ippo|iac)_third.*|comlrl_(ippo|iac))/tldr$")  # which have seven seeds, not three
 PEERS = {"comlrl_ippo": "peer_ippo", "comlrl": "peer", "agilerl": "peer_agilerl", "trl": "peer_trl"}  # flags
 DETAILS = {  # by script: what is changed, one at a time
     "ippo": {
@@ -119,7 +120,7 @@ def jobs_of(args):
             small = SMALL_PEER if peer else SMALL + ("--eval-loop 4" if group.startswith("ppo") else "--eval-size 4")
             what = f"--env {task}" if task == "guess" else f"--task {task}"
             flags = f"{command} {what} {tasks[task]} {small if args.size == 'quick' else ''}"
-            for seed in args.seeds:
+            for seed in seeds_of(f"{group}/{task}", args):
                 job = Job(f"{group}/{task}__{seed}", [*shlex.split(flags), "--seed", str(seed)])
                 jobs.append(job)
                 if peer:
@@ -127,6 +128,13 @@ def jobs_of(args):
     if not jobs:
         raise UserError(f"--only takes regular expressions of GROUP/TASK, and {' '.join(args.only)} fits none")
     return jobs
+
+
+def seeds_of(runs, args):
+    """The seeds of GROUP/TASK."""
+    if args.seeds is not None:
+        return args.seeds
+    return range(1, 8) if args.size == "full" and SMALL_DIFFERENCES.search(runs) else range(1, 4)
 
 
 # --- What is made of it -----------------------------------------------------------------------------------------------
@@ -246,7 +254,7 @@ class BenchmarkArgs:
     """What is run, and where it goes."""
 
     size: Literal["full", "quick"] = "full"  # quick: a few small updates of each run, to another --output-dir
-    seeds: tuple[int, ...] = (1, 2, 3)  # seeds of every run
+    seeds: tuple[int, ...] | None = None  # seeds of every run; none: 1 2 3, and up to 7 where differences are small
     only: tuple[str, ...] = (".",)  # regular expressions: the runs whose GROUP/TASK has one of them in it
     workers: PositiveInt = 2  # runs at a time
     threads: PositiveInt = 1  # threads of each; with another number a run is another, at first in the last digits
@@ -264,7 +272,8 @@ class Args(BenchmarkArgs):
 
 def main(args):
     """Make what is missing; draw and write. Raises UserError, and Failed where a run failed."""
-    check_seeds(args.seeds)
+    if args.seeds is not None:
+        check_seeds(args.seeds)
     folder = Path(args.output_dir)
     results, runs = folder / "results", folder / "runs"
     if args.size != "full" and folder.resolve() == HERE:

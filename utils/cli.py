@@ -50,8 +50,8 @@ def one_line(text, most=200):
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-FOREIGN = [str(Path(__file__).resolve().parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))]
-FOREIGN = ("<", *(f"{folder}{os.sep}" for folder in FOREIGN))  # how the names of files that are not a user's begin
+LIBRARIES = [str(Path(__file__).resolve().parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))]
+FOREIGN = ("<", *(f"{folder}{os.sep}" for folder in LIBRARIES))  # how the names of files that are not a user's begin
 
 
 def describe(error, most=200):
