@@ -582,26 +582,37 @@ def remember_deviation(learner, advantages, mask):
     return learner.deviation
 
 
-def standardise_returns(rewards, played, least):
-    """Rewards of turns [B, T], such that with gamma 1 their sums over an episode are standardised.
+def standardise_returns(rewards, played, gamma, least):
+    """Rewards of turns [B, T], such that their discounted sums over an episode are standardised, and the potential.
 
-    Their mean comes off as the difference of a potential (Ng et al. 1999), what episodes earn from a turn on. So each
-    turn has mean 0 if all are played, and an episode that ends early pays for what it leaves out.
+    Their mean comes off as gamma Phi_{t+1} - Phi_t, with a potential (Ng et al. 1999): Phi_t is what episodes earn from
+    turn t on. So each turn has mean 0 if all are played, and an episode that ends early pays for what it leaves out.
     """
-    mean, deviation = moments(rewards.sum(1), played[:, 0])
+    T = rewards.shape[1]
+    discounts = gamma ** torch.arange(T, device=rewards.device)
+    mean, deviation = moments((discounts * rewards).sum(1), played[:, 0])
     turn_means = distributed.total(rewards.sum(0)) / distributed.total(played[:, 0].sum())
-    potential = turn_means.flip(0).cumsum(0).flip(0) * played
-    return (rewards + pad(potential, (0, 1)).diff()) / divisor(mean, deviation, least)
+    potential = [0.0]
+    for turn_mean in reversed(turn_means.tolist()):
+        potential.insert(0, turn_mean + gamma * potential[0])
+    potential = rewards.new_tensor(potential[:T]) * played
+    rewards = rewards + (gamma * pad(potential[:, 1:], (0, 1)) - potential)
+    scale = divisor(mean, deviation, least)
+    return rewards / scale, potential / scale
 
 
 def token_rewards(rollout, reference_logprobs, args):
     """[B, T, L]: a turn's reward on its last token, and -kl_coef (log pi - log pi_ref) on every token."""
     turn_rewards = rollout.rewards
+    potential = torch.zeros_like(turn_rewards)
     if args.reward_normalization:
-        turn_rewards = standardise_returns(turn_rewards, rollout.played.float(), args.reward_norm_eps)
+        played = rollout.played.float()
+        turn_rewards, potential = standardise_returns(turn_rewards, played, args.gamma, args.reward_norm_eps)
     next_mask = pad(rollout.response_mask[..., 1:], (0, 1))
     last_tokens = rollout.response_mask - next_mask
     rewards = last_tokens * turn_rewards[..., None]
+    if args.action_granularity == "token":  # and gamma Phi_t - Phi_t on each token before it
+        rewards = rewards + next_mask * (args.gamma - 1) * potential[..., None]
     if reference_logprobs is not None:
         rewards = rewards - args.kl_coef * (rollout.logprobs - reference_logprobs) * rollout.response_mask
     return rewards

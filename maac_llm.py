@@ -513,7 +513,7 @@ def read_together(critic, rollouts, args):
     A text has what agent 0, 1, 2, ... read in that turn. With --critic-type q there are T turns more, in whose texts is
     also what they answered.
     """
-    T = args.num_turns
+    T = rollouts[0].played.shape[1]
     played = rollouts[0].played.repeat(1, 2 if args.critic_type == "q" else 1)
     texts = []
     for k, t in played.nonzero().tolist():
@@ -603,23 +603,29 @@ def remember_deviation(learner, advantages, mask):
     return learner.deviation
 
 
-def standardise_returns(rewards, played, least):
-    """Rewards of turns [B, T], such that with gamma 1 their sums over an episode are standardised.
+def standardise_returns(rewards, played, gamma, least):
+    """Rewards of turns [B, T], such that their discounted sums over an episode are standardised.
 
-    Their mean comes off as the difference of a potential (Ng et al. 1999), what episodes earn from a turn on. So each
-    turn has mean 0 if all are played, and an episode that ends early pays for what it leaves out.
+    Their mean comes off as gamma Phi_{t+1} - Phi_t, with a potential (Ng et al. 1999): Phi_t is what episodes earn from
+    turn t on. So each turn has mean 0 if all are played, and an episode that ends early pays for what it leaves out.
     """
-    mean, deviation = moments(rewards.sum(1), played[:, 0])
+    T = rewards.shape[1]
+    discounts = gamma ** torch.arange(T, device=rewards.device)
+    mean, deviation = moments((discounts * rewards).sum(1), played[:, 0])
     turn_means = distributed.total(rewards.sum(0)) / distributed.total(played[:, 0].sum())
-    potential = turn_means.flip(0).cumsum(0).flip(0) * played
-    return (rewards + pad(potential, (0, 1)).diff()) / divisor(mean, deviation, least)
+    potential = [0.0]
+    for turn_mean in reversed(turn_means.tolist()):
+        potential.insert(0, turn_mean + gamma * potential[0])
+    potential = rewards.new_tensor(potential[:T]) * played
+    rewards = rewards + (gamma * pad(potential[:, 1:], (0, 1)) - potential)
+    return rewards / divisor(mean, deviation, least)
 
 
 def joint_rewards(batches, args):
     """[B, T, 1]: the mean of the agents' rewards of a turn, less kl_coef (log pi - log pi_ref) of all its tokens."""
     rewards = sum(batch.rewards for batch in batches) / args.num_agents
     if args.reward_normalization:
-        rewards = standardise_returns(rewards, batches[0].played.float(), args.reward_norm_eps)
+        rewards = standardise_returns(rewards, batches[0].played.float(), args.gamma, args.reward_norm_eps)
     for batch in batches:
         if batch.reference_logprobs is not None:
             kl = (batch.logprobs - batch.reference_logprobs) * batch.response_mask

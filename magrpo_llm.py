@@ -303,6 +303,7 @@ class Rollout(Rows):
     prompts: list  # B lists of a string for each turn played
     responses: list  # B lists of a string for each turn played
     num_long_prompts: int = field(default=0, kw_only=True)  # the team's, of later turns: cut, or the end of an episode
+    num_new_tokens: int = field(default=0, kw_only=True)  # the team's: those of a turn that paths share, once
 
     @property
     def played(self):
@@ -426,6 +427,7 @@ def play(agents, task, items, args, generator, num_generations=1, phase=lambda n
     readers = [(agent.tokenizer, prompt_limit(agent, args)) for agent in agents]
     episodes = tasks.Episodes(task, items, args.num_agents, args.num_turns, args.reward_timeout, readers)
     running = list(range(0, len(items), num_generations**args.num_turns))  # the first episode of all that go on alike
+    num_new_tokens = 0
     rows = []  # of each turn the episodes that played it
     turns = []  # of each turn the agents' N rollouts
     with sharding.whole_models([agent.actor for agent in agents]):
@@ -440,6 +442,7 @@ def play(agents, task, items, args, generator, num_generations=1, phase=lambda n
             for i, agent in enumerate(agents):
                 prompts.append(episodes.prompts(i, running, agent.tokenizer))
                 rollouts.append(sample(agent, prompts[i], args, generator))
+                num_new_tokens += int(rollouts[i].response_mask.sum())
 
             phase("reward")
             responses = [[texts[0] for texts in rollout.responses] for rollout in rollouts]
@@ -465,6 +468,7 @@ def play(agents, task, items, args, generator, num_generations=1, phase=lambda n
     shape = (len(items), args.num_turns)
     rollouts = [Rollout.stack(agent_turns, rows, shape) for agent_turns in zip(*turns)]
     rollouts[0].num_long_prompts = episodes.num_long_prompts
+    rollouts[0].num_new_tokens = num_new_tokens
     return rollouts
 
 

@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import all_parameters, same_tensors
 from short_runs import SCRIPTS, every_script, small_model, train
 
+import iac_llm
 import ippo_llm
+import maac_llm
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -66,14 +69,60 @@ def test_the_deviation_falls_slowly_and_is_restored(script):
 # --- What episodes of several turns earn ------------------------------------------------------------------------------
 
 
-def test_standardised_returns_order_episodes_of_any_length_as_their_rewards_do():
-    """What an episode earns changes by the same amount in all, and in turns that all play each mean is 0."""
-    generator = torch.Generator().manual_seed(2)
-    rewards = torch.randn(16, 4, generator=generator).double()
-    played = (torch.arange(4) < torch.randint(1, 5, (16, 1), generator=generator)).double()
-    rewards *= played
-    deviation = rewards.sum(1).std(correction=0)
-    change = ippo_llm.standardise_returns(rewards, played, 1e-3).sum(1) * deviation - rewards.sum(1)
-    torch.testing.assert_close(change, -rewards.sum(1).mean().expand(16))
-    of_whole = ippo_llm.standardise_returns(rewards + 1, torch.ones_like(played), 1e-3)
+@pytest.mark.parametrize("gamma", [1.0, 0.5, 0.0])
+def test_standardised_returns_order_episodes_of_any_length_as_their_rewards_do(gamma):
+    """What an episode earns, discounted, changes by the same amount in all."""
+    rewards, played = episodes_of_any_length()
+    earned = discounted(rewards, gamma)
+    standardised, potential = ippo_llm.standardise_returns(rewards, played, gamma, 1e-3)
+    change = discounted(standardised, gamma) * earned.std(correction=0) - earned
+    torch.testing.assert_close(change, -rewards.mean(0) @ gamma ** torch.arange(4.0).double().expand(16, 4).T)
+    torch.testing.assert_close(potential[:, 0] * earned.std(correction=0), -change)
+    for module in (iac_llm, maac_llm):
+        other = module.standardise_returns(rewards, played, gamma, 1e-3)
+        torch.testing.assert_close(other[0] if module is iac_llm else other, standardised)
+
+
+def test_of_standardised_returns_each_turn_that_all_play_has_mean_0():
+    rewards, played = episodes_of_any_length()
+    of_whole, _ = ippo_llm.standardise_returns(rewards + 1, torch.ones_like(played), 1.0, 1e-3)
     torch.testing.assert_close(of_whole.mean(0), torch.zeros(4).double())
+
+
+@pytest.mark.parametrize("script", ["ippo", "iac"])
+@pytest.mark.parametrize("granularity", ["token", "turn"])
+def test_the_rewards_of_tokens_order_responses_of_any_length_as_the_task_does(script, granularity):
+    """With gamma below 1, too: what actions earn, discounted from the first on, changes by the same amount in all."""
+    rewards, played = episodes_of_any_length()
+    sizes = torch.randint(1, 6, (16, 4), generator=torch.Generator().manual_seed(3))
+    mask = (torch.arange(5) < sizes[..., None]).double() * played[..., None]
+    rollout = SimpleNamespace(rewards=rewards, played=played, response_mask=mask)
+    flags = {"gamma": 0.9, "reward_norm_eps": 1e-3, "action_granularity": granularity}
+    found = [
+        SCRIPTS[script].token_rewards(rollout, None, SimpleNamespace(**flags, reward_normalization=normalise))
+        for normalise in (False, True)
+    ]
+    if granularity == "turn":
+        earned, standardised = (discounted(x.sum(-1), 0.9) for x in found)
+    else:
+        earned, standardised = (torch.stack([along(x[k], mask[k], 0.9) for k in range(16)]) for x in found)
+    change = standardised * discounted(rewards, 0.9).std(correction=0) - earned
+    torch.testing.assert_close(change, change.mean().expand(16), atol=1e-6, rtol=0)  # played.float() is single
+    assert change.abs().mean() > 0.01
+
+
+def episodes_of_any_length():
+    """Rewards [16, 4] of turns, and which were played."""
+    generator = torch.Generator().manual_seed(2)
+    rewards = torch.randn(16, 4, generator=generator).double() + 0.5
+    played = (torch.arange(4) < torch.randint(1, 5, (16, 1), generator=generator)).double()
+    return rewards * played, played
+
+
+def discounted(rewards, gamma):
+    return sum(gamma**t * rewards[:, t] for t in range(rewards.shape[1]))
+
+
+def along(rewards, mask, gamma):
+    """The discounted sum over the actions of an episode, [T, L]."""
+    return sum(gamma**k * reward for k, reward in enumerate(rewards[mask > 0]))

@@ -31,6 +31,13 @@ def team_metrics(rollouts):
     return metrics
 
 
+def count_new_tokens(rollouts):
+    """How many tokens this process sampled, a scalar: those of a turn that the paths through a tree share, once."""
+    of_paths = sum(rollout.response_mask.sum() for rollout in rollouts)
+    counted = getattr(rollouts[0], "num_new_tokens", None)
+    return of_paths if counted is None else torch.full_like(of_paths, counted)
+
+
 def mean_reward(rollouts, count=True):
     """The mean reward of the episodes of all processes; those of a process do not count without `count`."""
     rewards = torch.stack([rollout.raw_rewards for rollout in rollouts]).mean(0)  # [B, T]

@@ -46,7 +46,7 @@ from utils.files import (
     writing,
 )
 from utils.fork import START, copy_fork, fork_of, progress
-from utils.metrics import by_agent, team_metrics
+from utils.metrics import by_agent, count_new_tokens, team_metrics
 from utils.report import draw_curves, side_by_side, time_table
 from utils.tracking import Tracker
 
@@ -82,6 +82,9 @@ class FolderArgs:
 
 # Flags of how a run is kept and watched, and not of what it learns
 OF_FOLDER = {field.name for field in dataclasses.fields(FolderArgs)} - {"deterministic", "fork"}
+
+# Flags that change how large advantages are
+OF_REWARDS = "task env dataset num_turns max_turns reward_normalization action_granularity gamma".split()
 
 # --- The folder -------------------------------------------------------------------------------------------------------
 
@@ -331,9 +334,11 @@ class Run:
         self.load(path, self.agents)
         self.step = state["step"]
         self.saved_step = self.step
+        is_new = self.fork is not None and self.step == self.fork["step"]
+        is_rescaled = is_new and any(name in self.fork["changed"] for name in OF_REWARDS)
         for agent, counts in zip(self.agents, state["agents"], strict=True):
             agent.num_skipped = counts["skipped"]
-            agent.deviation = counts.get("deviation", 0.0)  # an older checkpoint has none
+            agent.deviation = 0.0 if is_rescaled else counts.get("deviation", 0.0)  # an older checkpoint has none
             for schedule in agent.schedules:
                 schedule.last_epoch += self.step - 1  # it stands where the run began
                 with warnings.catch_warnings():
@@ -341,7 +346,6 @@ class Run:
                     schedule.step()
         self.totals = state["totals"]
         self.started -= state["elapsed"]
-        is_new = self.fork is not None and self.step == self.fork["step"]
         if not is_new:
             self.tracker.id = state["wandb"]
         has_own_seed = is_new and "seed" in self.fork["changed"]
@@ -490,7 +494,7 @@ class Run:
         WriteError where the disk does not take it.
         """
         metrics = team_metrics(rollouts) | by_agent(agent_metrics) | extra_metrics
-        new_tokens = sum(rollout.response_mask.sum() for rollout in rollouts)
+        new_tokens = count_new_tokens(rollouts)
         self.phase(None)
         seconds = self.add_up()
         self.phase("log, save")

@@ -257,7 +257,8 @@ def updates_before(args):
         return 0
     if own_checkpoint(args):
         path = own_checkpoint(args)
-        updates = read_json(path / "agent_0" / "optimizer.json").get("updates", 0)
+        files = path.glob("agent_[0-9]*/optimizer.json")
+        updates = min(read_json(file).get("updates", 0) for file in files)  # an agent may have learned from one more
         return max(0, updates - read_json(path / STATE).get("step", 0))
     paths = check_checkpoint(args)
     if without_optimizer(paths):
