@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -190,6 +191,16 @@ def test_learning_rates_are_the_flags(base, stage, tokenizer):
     flags = {"load_checkpoint": str(stage[0]), "load_optimizer": True, "lr_actor": 0.01, "lr_critic": 0.02}
     agents = make_team(base, tokenizer, **flags)
     assert [group["lr"] for group in agents[0].optimizers[0].param_groups] == [0.01, 0.02]
+
+
+def test_a_schedule_goes_on_where_the_agent_stands_that_has_learned_from_fewer_updates(tmp_path):
+    path = tmp_path / "checkpoints" / "update_000001"
+    for i, updates in enumerate((5, 4)):  # it was saved while agent 1 learned
+        (path / f"agent_{i}").mkdir(parents=True)
+        (path / f"agent_{i}/optimizer.json").write_text(json.dumps({"updates": updates}))
+    (path / "state.json").write_text(json.dumps({"step": 1}))
+    args = SimpleNamespace(load_optimizer=True, resume=str(tmp_path), fork=None)
+    assert stages.updates_before(args) == 3
 
 
 def test_a_stage_without_critics_gives_copies_of_its_actors(base, stage, tokenizer):

@@ -80,6 +80,16 @@ def test_other_data_are_read_from_their_first_item():
     assert run.step == 8 and run.rows[-1]["global_step"] == 32
 
 
+def test_advantages_of_other_rewards_are_not_divided_by_the_old_deviation():
+    def long(*completions, items):
+        return [1000 * len(text) for text in completions[0]]
+
+    train("ippo", long, folder="first", reward_normalization=False, **KEPT)
+    (same, _), _ = train("ippo", long, folder="same", fork=SECOND, reward_normalization=False, entropy_coef=0.1)
+    (other, _), _ = train("ippo", long, folder="other", fork=SECOND)
+    assert same.deviation > 100 > 10 > other.deviation > 0
+
+
 def test_another_seed_draws_other_numbers():
     train("ippo", folder="first", **KEPT)
     train("ippo", folder="same", fork=SECOND)

@@ -9,6 +9,7 @@ from short_runs import train
 
 import magrpo_llm
 from utils.cli import UserError
+from utils.metrics import count_new_tokens
 from utils.tasks import number
 
 CPU = torch.device("cpu")
@@ -70,6 +71,8 @@ def test_a_tree_has_its_generations_in_each_turn_and_scores_each_joint_sample_on
             if played[k, t]:
                 seen.append(tuple(tuple(rollout.responses[k][: t + 1]) for rollout in rollouts))
         assert seen == call
+    once = sum(rollout.response_mask[:: 2 ** (2 - t), t].sum() for rollout in rollouts for t in range(3))
+    assert count_new_tokens(rollouts) == once < sum(rollout.response_mask.sum() for rollout in rollouts)
 
 
 def test_a_turn_that_paths_share_counts_for_all_of_them_and_each_path_has_one_that_counts(model, tokenizer):
