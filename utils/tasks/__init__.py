@@ -174,7 +174,7 @@ def extra_metrics(task, rollouts):
         return {}
     try:
         return {str(name): float(value) for name, value in task.metrics_callback(rollouts).items()}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"metrics_callback raised {describe(error)}") from error
 
 
@@ -245,7 +245,7 @@ def make_items(task, name, dataset, split, size, seed):
         len(items)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{function} of {name} failed: {describe(error)}") from error
     return items
 
