@@ -65,10 +65,12 @@ def test_a_task_without_held_out_items_has_none():
 def test_a_dataset_that_does_not_fit_is_one_line(tmp_path):
     wrong = write(tmp_path / "wrong.jsonl", [{"text": "a"}] * 20)
     few = write(tmp_path / "few.jsonl", posts("all", 5))
+    fewer = write(tmp_path / "fewer.jsonl", posts("all", 4))  # of which none is held out
     (tmp_path / "broken.jsonl").write_text("{not json")
     for name, message in (
         (wrong, "--dataset .*wrong.jsonl has the columns text; --task tldr reads prompt"),
-        (few, "--dataset .*few.jsonl has 4 items; an update takes 8"),
+        (few, "--dataset .*few.jsonl has 4 items; an update takes 8 .--rollout-buffer-size.$"),
+        (fewer, "--dataset .*fewer.jsonl has 4 items; an update takes 8 .--rollout-buffer-size.$"),
         (str(tmp_path / "broken.jsonl"), "--dataset .*broken.jsonl can't be loaded: "),
         (
             str(tmp_path / "none.jsonl"),
@@ -77,7 +79,7 @@ def test_a_dataset_that_does_not_fit_is_one_line(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             load(dataset=name)
-    with pytest.raises(UserError, match="^train_dataset of --task tldr has 4 items; an update takes 8"):
+    with pytest.raises(UserError, match="^train_dataset of --task tldr has 4 items; an update takes 8 .--train-size.$"):
         load(train_size=4)
     rows = write(tmp_path / "rows.jsonl", [{"abstract_text": None}] * 20)
     with pytest.raises(UserError, match="rows.jsonl has a row that --task arxiv can't use: TypeError: "):

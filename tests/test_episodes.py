@@ -130,6 +130,14 @@ WRONG = {
         r"<lambda> returned 3 values for 2 items: {'number': 1.*} has one too many",
     ),
     "a word": ({"reward_func": lambda a, b: ["1", 1]}, r"<lambda> returned '1' for item 0, .*; it takes a number"),
+    "transition exits": (
+        {"external_transition": lambda item: exit(0)},
+        r"external_transition failed on item 0, {'number': .*}: SystemExit: 0" + PLACE,
+    ),
+    "reward exits": (
+        {"reward_func": lambda a, b: exit(0)},
+        r"<lambda> raised SystemExit: 0" + PLACE + r" on item 0, {'number': 0.*",
+    ),
     "processor raises": (
         {"reward_processor": lambda reward: {}[reward]},
         r"reward_processor raised on 0.25 of item 0, {'number': 0.*}: KeyError: 0.25" + PLACE,

@@ -169,6 +169,7 @@ def test_a_run_that_fails_is_told_and_the_others_stay(tmp_path):
 WRONG = {
     "python ippo_llm.py --task number": "--command has --task, which each run gets from here",
     "python ippo_llm.py --no-such-flag 1": "^--command: the script has no --no-such-flag$",
+    "nosuchprogram ippo_llm.py": "^--command: nosuchprogram can't be run: No such file or directory$",
     "python utils/__init__.py": "^--command: the script has no --task$",
 }
 

@@ -100,7 +100,11 @@ def known_flags(words, more=()):
     Those that the command has, and `more`, have to be there.
     """
     program = sys.executable if re.fullmatch(r"python[\d.]*", words[0]) else words[0]
-    process = subprocess.run([program, *words[1:], "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    argv = [program, *words[1:], "--help"]
+    try:
+        process = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise UserError(f"--command: {program} can't be run: {error.strerror}") from error
     if process.returncode != 0:
         error = (process.stderr.strip() or "it says nothing").splitlines()[-1]
         raise UserError(f"--command: {shlex.join(words)} --help fails: {error}")

@@ -230,10 +230,13 @@ class Games:
                 yield
         except TaskError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = f"turn {self.turn}" if self.turn else "reset"
             self.dropped[k] = f"{describe(error, 300)}, in {where}"
-            with contextlib.suppress(Exception), time_limit(self.timeout):  # the first error is the one to report
+            with (
+                contextlib.suppress(Exception, SystemExit),
+                time_limit(self.timeout),
+            ):  # the first error is the one to report
                 close(self.environments.pop(k, None))
 
 

@@ -174,7 +174,7 @@ def extra_metrics(task, rollouts):
         return {}
     try:
         return {str(name): float(value) for name, value in task.metrics_callback(rollouts).items()}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"metrics_callback raised {describe(error)}") from error
 
 
@@ -224,7 +224,8 @@ def load_items(task, args, seed, least, train_dataset=None, eval_dataset=None):
             source = source if args.dataset else f"{split}_dataset of {name}"
         check_items(task, name, items, source)
         if split == "train" and len(items) < least:
-            raise UserError(f"{source} has {len(items)} items; an update takes {least} (--train-size)")
+            flag = "--train-size" if args.train_size and args.train_size < least else "--rollout-buffer-size"
+            raise UserError(f"{source} has {len(items)} items; an update takes {least} ({flag})")
         parts.append(items)
     return parts
 
@@ -244,7 +245,7 @@ def make_items(task, name, dataset, split, size, seed):
         len(items)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{function} of {name} failed: {describe(error)}") from error
     return items
 
@@ -299,7 +300,8 @@ def split_rows(splits, eval_size, seed):
         if name in splits and splits[name] is not train:
             return rows, splits[name].shuffle(seed=seed)
     end = len(rows) - min(eval_size, len(rows) // 5)
-    return rows.select(range(end)), rows.select(range(end, len(rows))).shuffle(seed=seed)
+    held_out = take(rows, [*range(end, len(rows))])  # of no row too
+    return take(rows, range(end)), held_out.shuffle(seed=seed)
 
 
 def batches(items, size, epochs, seed, first=0, count=None):

@@ -147,7 +147,7 @@ def blame(what, item):
     """Within it, an error of the task's own code becomes a TaskError of one line."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{what}, {one_line(item, 80)}: {describe(error)}") from error
 
 
@@ -224,18 +224,18 @@ def call_twice(reward_rows, name, items):
     rows = range(len(items))
     try:
         return reward_rows(rows)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         tqdm.write(f"{name} raised {describe(error)}; it is asked once more")
     try:
         return reward_rows(rows)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = error
     where = f"the batch of {len(items)} items"
     if not isinstance(cause, TimeoutError):
         for k in rows:  # which item is it?
             try:
                 reward_rows([k])
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 cause = error
                 where = f"item {k}, {one_line(items[k], 80)}"
                 break
