@@ -18,7 +18,7 @@ KL penalty on each token. The other agents are a part of the environment. The cr
 
 Simplified: models stay in eval mode, without dropout, so that sampling and learning see the same probabilities; with
 --top-p or --top-k the log-probabilities are still those of all tokens.
-From CoMLRL's page, while its code has none of these: the entropy bonus, ac_epochs, gamma, tokens as actions.
+From CoMLRL's page, while its code has neither: the entropy bonus, ac_epochs.
 Added here: many prompts at a time, several turns, a KL penalty, tokens or turns as actions, held-out items.
 Source: CoMLRL's page on Multi-Agent Actor-Critic; temporal differences: Sutton (1988), Machine Learning 3, 9-44.
 

@@ -1,6 +1,6 @@
 """Make every run, table and picture of this folder, two runs at a time, of one thread each.
 
-    python -m benchmark                                         about six hours on two cores
+    python -m benchmark                                         about seven hours on two cores
     python -m benchmark --size quick --output-dir runs/quick    the same pictures from a few updates of each run
 
 Runs are made in <output-dir>/runs; of each, <output-dir>/results keeps metrics.csv, which is the same to the byte every
