@@ -587,25 +587,22 @@ def standardise_returns(rewards, played, gamma, least):
     Their mean comes off as gamma Phi_{t+1} - Phi_t, with a potential (Ng et al. 1999): Phi_t is what episodes earn from
     turn t on. So each turn has mean 0 if all are played, and an episode that ends early pays for what it leaves out.
     """
-    T = rewards.shape[1]
-    discounts = gamma ** torch.arange(T, device=rewards.device)
+    discounts = gamma ** torch.arange(rewards.shape[1], device=rewards.device)
     mean, deviation = moments((discounts * rewards).sum(1), played[:, 0])
     turn_means = distributed.total(rewards.sum(0)) / distributed.total(played[:, 0].sum())
     potential = [0.0]
     for turn_mean in reversed(turn_means.tolist()):
         potential.insert(0, turn_mean + gamma * potential[0])
-    potential = rewards.new_tensor(potential[:T]) * played
-    rewards = rewards + (gamma * pad(potential[:, 1:], (0, 1)) - potential)
+    potential = rewards.new_tensor(potential[:-1]) * played
     scale = divisor(mean, deviation, least)
-    return rewards / scale, potential / scale
+    return (rewards + (gamma * pad(potential[:, 1:], (0, 1)) - potential)) / scale, potential / scale
 
 
 def token_rewards(rollout, reference_logprobs, args):
     """[B, T, L]: a turn's reward on its last token, and -kl_coef (log pi - log pi_ref) on every token."""
-    turn_rewards = rollout.rewards
+    turn_rewards, played = rollout.rewards, rollout.played.float()
     potential = torch.zeros_like(turn_rewards)
     if args.reward_normalization:
-        played = rollout.played.float()
         turn_rewards, potential = standardise_returns(turn_rewards, played, args.gamma, args.reward_norm_eps)
     next_mask = pad(rollout.response_mask[..., 1:], (0, 1))
     last_tokens = rollout.response_mask - next_mask

@@ -604,28 +604,28 @@ def remember_deviation(learner, advantages, mask):
 
 
 def standardise_returns(rewards, played, gamma, least):
-    """Rewards of turns [B, T], such that their discounted sums over an episode are standardised.
+    """Rewards of turns [B, T], such that their discounted sums over an episode are standardised, and the potential.
 
     Their mean comes off as gamma Phi_{t+1} - Phi_t, with a potential (Ng et al. 1999): Phi_t is what episodes earn from
     turn t on. So each turn has mean 0 if all are played, and an episode that ends early pays for what it leaves out.
     """
-    T = rewards.shape[1]
-    discounts = gamma ** torch.arange(T, device=rewards.device)
+    discounts = gamma ** torch.arange(rewards.shape[1], device=rewards.device)
     mean, deviation = moments((discounts * rewards).sum(1), played[:, 0])
     turn_means = distributed.total(rewards.sum(0)) / distributed.total(played[:, 0].sum())
     potential = [0.0]
     for turn_mean in reversed(turn_means.tolist()):
         potential.insert(0, turn_mean + gamma * potential[0])
-    potential = rewards.new_tensor(potential[:T]) * played
-    rewards = rewards + (gamma * pad(potential[:, 1:], (0, 1)) - potential)
-    return rewards / divisor(mean, deviation, least)
+    potential = rewards.new_tensor(potential[:-1]) * played
+    scale = divisor(mean, deviation, least)
+    return (rewards + (gamma * pad(potential[:, 1:], (0, 1)) - potential)) / scale, potential / scale
 
 
 def joint_rewards(batches, args):
     """[B, T, 1]: the mean of the agents' rewards of a turn, less kl_coef (log pi - log pi_ref) of all its tokens."""
     rewards = sum(batch.rewards for batch in batches) / args.num_agents
     if args.reward_normalization:
-        rewards = standardise_returns(rewards, batches[0].played.float(), args.gamma, args.reward_norm_eps)
+        played = batches[0].played.float()
+        rewards, _ = standardise_returns(rewards, played, args.gamma, args.reward_norm_eps)
     for batch in batches:
         if batch.reference_logprobs is not None:
             kl = (batch.logprobs - batch.reference_logprobs) * batch.response_mask
