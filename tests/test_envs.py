@@ -540,13 +540,14 @@ BAD_RESETS = {
     "no info": (("a", None), r"an info of type NoneType; it takes a dict"),
     "an array": ((numpy.zeros(3), {}), r"an observation of type ndarray; it takes text, a str"),
 }
-NUMBER = "it takes a finite number"
+NUMBER = "it takes a number up to 1e30"
 BAD_STEPS = {
     "four": (("a", 1.0, True, {}), r"4 values; it takes 5: observation, reward, terminated, truncated, info"),
     "nothing": (None, r"a single value of type NoneType; it takes 5: observation, reward, .*"),
     "a chat": (([{}], 1.0, True, False, {}), r"an observation of type list; it takes text, a str"),
     "no reward": (("a", None, True, False, {}), rf"the reward None; {NUMBER}"),
     "nan": (("a", math.nan, True, False, {}), rf"the reward nan; {NUMBER}"),
+    "infinite in float32": (("a", -1e39, True, False, {}), rf"the reward -1e\+39; {NUMBER}"),
     "too large": (("a", 10**400, True, False, {}), rf"the reward 10+…; {NUMBER}"),
     "a word": (("a", "1", True, False, {}), rf"the reward '1'; {NUMBER}"),
     "two": (("a", torch.ones(2), True, False, {}), rf"the reward tensor\(\[1., 1.\]\); {NUMBER}"),

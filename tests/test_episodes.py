@@ -129,7 +129,12 @@ WRONG = {
         {"reward_func": lambda a, b: [[0.5] * 3] * 2},
         r"<lambda> returned 3 values for 2 items: {'number': 1.*} has one too many",
     ),
-    "a word": ({"reward_func": lambda a, b: ["1", 1]}, r"<lambda> returned '1' for item 0, .*; it takes a number"),
+    "a word": (
+        {"reward_func": lambda a, b: ["1", 1]},
+        r"<lambda> returned '1' for item 0, .*; it takes a number up to 1e30",
+    ),
+    "infinite in float32": ({"reward_func": lambda a, b: [1, 1e39]}, r"<lambda> returned 1e\+39 for item 1, .*"),
+    "no float": ({"reward_func": lambda a, b: [1, 10**400]}, r"<lambda> returned 10+… for item 1, .*"),
     "transition exits": (
         {"external_transition": lambda item: exit(0)},
         r"external_transition failed on item 0, {'number': .*}: SystemExit: 0" + PLACE,
@@ -144,7 +149,7 @@ WRONG = {
     ),
     "processor returns nothing": (
         {"reward_processor": lambda reward: None},
-        r"reward_processor returned None for item 0, .*; it takes a number",
+        r"reward_processor returned None for item 0, .*; it takes a number up to 1e30",
     ),
 }
 

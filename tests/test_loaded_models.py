@@ -1,5 +1,6 @@
 """A model that is loaded already, from Python: whose tokenizer it reads with, and under which name it is saved."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -63,6 +64,18 @@ def test_a_loaded_model_without_a_name_has_that_of_the_flags(script, tokenizer, 
     args = module.Args(**FLAGS[script], model="some/base", task="number", output_dir=str(tmp_path / "run"))
     _, run = module.main(args, model=build_model(tokenizer), tokenizer=tokenizer)
     assert "some/base" in json.loads((run.folder / "config.json").read_text())["args"]["model"]
+
+
+def test_a_padding_token_that_the_model_does_not_know_is_refused(tokenizer, tmp_path):
+    model = build_model(tokenizer)
+    wider = copy.deepcopy(tokenizer)
+    wider.add_special_tokens({"pad_token": "[PAD]"})
+    args = ippo_llm.Args(**TEAM, task="number", output_dir=str(tmp_path / "run"))
+    with pytest.raises(
+        UserError, match=r"^--model: .* padding token, \[PAD\], is number 768, .* resize its embeddings$"
+    ):
+        ippo_llm.main(args, model=model, tokenizer=wider)
+    assert not (tmp_path / "run").exists()
 
 
 # --- Critics ----------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ REFUSED = {  # agent, folder to write, base, and the reason
     "no agent": ("nowhere", "out", None, "is no agent's folder .* there is no .*base.json"),
     "a run's folder": ("run", "out", None, "is no agent's folder"),
     "a folder that is there": ("run/agent_0", "base", None, "is there already"),
+    "below a file": ("run/agent_0", "other/config.json/out", "base", "config.json/out can't be written"),
     "no base": ("run/agent_0", "out", "no_base", "can't be loaded"),
     "another base": ("run/agent_0", "out", "other", "of the base some/base, not of .*weights differ"),
 }

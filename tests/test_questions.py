@@ -107,7 +107,7 @@ def test_a_loaded_task_loads_again():
 
 def test_a_score_that_is_no_number_is_one_line():
     episodes = Episodes(load_task(task_of(reward_fn=lambda *_: "1"), 2), ROWS[:1], 2, 1)
-    with pytest.raises(TaskError, match="^reward_fn returned '1' for item 0, .*; it takes a number$"):
+    with pytest.raises(TaskError, match="^reward_fn returned '1' for item 0, .*; it takes a number up to 1e30$"):
         episodes.reward_func([0], [["p"], ["p"]], [["a"], ["b"]])
 
 

@@ -1,5 +1,6 @@
 """The default task's rule, against numbers worked out by hand; loading a task; batches of its items."""
 
+import math
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from utils import tasks
 from utils.cli import UserError
 from utils.prompts import render
-from utils.tasks import Episodes, TaskArgs, batches, load_items, load_task, tldr
+from utils.tasks import Episodes, TaskArgs, batches, load_items, load_task, optimum, tldr
 from utils.tasks.tldr import eval_dataset, formatters, pair_reward, reward_func, train_dataset
 
 
@@ -97,3 +98,24 @@ def test_a_task_is_a_name_a_file_or_a_module(tmp_path):
     empty.reward_func, empty.optimum = reward_func, 3
     with pytest.raises(UserError, match="^the task in ippo_llm.py: optimum is not a function but 3$"):
         load_task(empty, 2)
+
+
+@pytest.mark.parametrize(
+    "value, reason", [("all", "ValueError: could not"), (math.nan, "ValueError: it returned nan"), (None, None)]
+)
+def test_an_optimum_that_is_no_number_is_one_line(value, reason):
+    task = SimpleNamespace(__name__="mine", optimum=lambda: value)
+    if reason is None:
+        assert optimum(task, [], 2, 1) is None
+        return
+    with pytest.raises(UserError, match=f"^optimum of the task mine failed: {reason}"):
+        optimum(task, [], 2, 1)
+
+
+def test_a_check_that_fails_is_one_line():
+    def check(num_agents, num_turns):
+        assert num_agents == 3, "three play"
+
+    task = SimpleNamespace(__name__="mine", check=check, formatters=tldr.formatters, reward_func=reward_func)
+    with pytest.raises(UserError, match="^the task mine: check failed: AssertionError: three play"):
+        load_task(task, 2)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from utils.adapters import WEIGHTS, add_adapters, check_base, load_adapter
 from utils.checkpoint import BASE
 from utils.cli import Settings, UserError, command_line, flags
-from utils.files import read_json
+from utils.files import read_json, writing
 from utils.lora import CONFIG, read_config
 from utils.models import load_model
 
@@ -72,10 +72,12 @@ def main(args):
     if merged.get_output_embeddings().weight is not merged.get_input_embeddings().weight:
         merged.config.tie_word_embeddings = False
     aside = out.with_name(out.name + ".writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    merged.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    os.replace(aside, out)
+    with writing(out):
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        merged.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        os.replace(aside, out)
     print(f"wrote {out}: {name} with the adapter of {agent}")
 
 

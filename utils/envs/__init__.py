@@ -12,7 +12,6 @@ environment may have, beside it, optimum(max_turns) -> float, the expected score
 
 import contextlib
 import importlib
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ from utils import distributed
 from utils.cli import TaskError, UserError, describe, flags, one_line
 from utils.prompts import render
 from utils.tasks import import_file, search_in
-from utils.tasks.episodes import call, check_timer, time_limit
+from utils.tasks.episodes import call, check_timer, is_number, time_limit
 
 BUILT_IN = ("grid", "guess", "probe")
 MOST_GAMES = 500_000  # of one seed to train on, and to hold out
@@ -262,7 +261,7 @@ def check_step(result, environment):
     names = ("observation", "reward", "terminated", "truncated", "info")
     observation, reward, terminated, truncated, _ = check_length(result, method, names)
     if not is_number(reward):
-        raise TaskError(f"{method} returned the reward {one_line(repr(reward), 80)}; it takes a finite number")
+        raise TaskError(f"{method} returned the reward {one_line(repr(reward), 80)}; it takes a number up to 1e30")
     for name, value in (("terminated", terminated), ("truncated", truncated)):
         if not is_bool(value):
             raise TaskError(f"{method} returned {name} = {one_line(repr(value), 80)}; it takes True or False")
@@ -286,16 +285,6 @@ def check_text(observation, method):
     if not isinstance(observation, str):
         raise TaskError(f"{method} returned an observation of type {type_name(observation)}; it takes text, a str")
     return observation
-
-
-def is_number(value):
-    """Whether it is a finite number, be it of Python, numpy or torch."""
-    if isinstance(value, (str, bytes)):
-        return False
-    try:
-        return math.isfinite(float(value))
-    except Exception:  # of whatever it is that is no number
-        return False
 
 
 def is_bool(value):

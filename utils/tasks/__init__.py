@@ -27,6 +27,7 @@ A task is a module (or any object) with
 
 import importlib
 import importlib.util
+import math
 import random
 import sys
 from pathlib import Path
@@ -113,6 +114,8 @@ def load_task(task, num_agents, num_turns=1):
             task.check(num_agents, num_turns)
         except ValueError as error:
             raise UserError(f"{name}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise UserError(f"{name}: check failed: {describe(error)}") from error
     return task
 
 
@@ -179,10 +182,16 @@ def extra_metrics(task, rollouts):
 
 
 def optimum(task, items, num_agents, num_turns):
-    """The expected reward of an episode of these items at best, or None where the task does not say."""
+    """The expected reward of an episode of these items at best, None where the task does not say. Raises UserError."""
     if not hasattr(task, "optimum"):
         return None
-    return call(task.optimum, num_agents=num_agents, num_turns=num_turns, items=items)
+    try:
+        best = call(task.optimum, num_agents=num_agents, num_turns=num_turns, items=items)
+        if best is None or math.isfinite(best := float(best)):
+            return best
+        raise ValueError(f"it returned {best}")
+    except (Exception, SystemExit) as error:
+        raise UserError(f"optimum of {name_of(task)} failed: {describe(error)}") from error
 
 
 # --- Its items --------------------------------------------------------------------------------------------------------

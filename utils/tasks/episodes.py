@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import math
 import signal
 import threading
 
@@ -267,7 +266,17 @@ def process(task, value, k, item):
 
 
 def as_number(value, name, k, item):
-    if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(value):
+    if not is_number(value):
         got = one_line(repr(value), 80)
-        raise TaskError(f"{name} returned {got} for item {k}, {one_line(item, 80)}; it takes a number")
+        raise TaskError(f"{name} returned {got} for item {k}, {one_line(item, 80)}; it takes a number up to 1e30")
     return float(value)
+
+
+def is_number(value):
+    """Whether it is a number of Python, numpy or torch, and of a size up to 1e30, as flags are."""
+    if isinstance(value, (str, bytes)):
+        return False
+    try:
+        return abs(float(value)) <= 1e30
+    except Exception:  # of whatever it is that is no number
+        return False

@@ -87,7 +87,13 @@ def readers(args, new_tokens, model=None, tokenizer=None, quantized=False):
     """
     configs = check_models("model", "model_config", args, model, quantized)
     limits = [prompt_limit(config, args, new_tokens) for config in configs]
-    return list(zip(load_tokenizers(args, tokenizer, model), limits))
+    tokenizers = load_tokenizers(args, tokenizer, model)
+    for config, each in zip(configs, tokenizers):
+        size = getattr(config.get_text_config(), "vocab_size", None)
+        if size and each.pad_token_id >= size:
+            pad = f"the tokenizer's padding token, {each.pad_token}, is number {each.pad_token_id}"
+            raise UserError(f"{flag_name('model')}: {pad}, and the model knows {size} tokens: resize its embeddings")
+    return list(zip(tokenizers, limits))
 
 
 def fit_prompts(task, args, readers, least, train_items, held_out):
