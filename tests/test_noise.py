@@ -97,14 +97,14 @@ def test_the_rewards_of_tokens_order_responses_of_any_length_as_the_task_does(sc
     mask = (torch.arange(5) < sizes[..., None]).double() * played[..., None]
     rollout = SimpleNamespace(rewards=rewards, played=played, response_mask=mask)
     flags = {"gamma": 0.9, "reward_norm_eps": 1e-3, "action_granularity": granularity}
-    found = [
+    both = [
         SCRIPTS[script].token_rewards(rollout, None, SimpleNamespace(**flags, reward_normalization=normalise))
         for normalise in (False, True)
     ]
     if granularity == "turn":
-        earned, standardised = (discounted(x.sum(-1), 0.9) for x in found)
+        earned, standardised = (discounted(x.sum(-1), 0.9) for x in both)
     else:
-        earned, standardised = (torch.stack([along(x[k], mask[k], 0.9) for k in range(16)]) for x in found)
+        earned, standardised = (torch.stack([along(x[k], mask[k], 0.9) for k in range(16)]) for x in both)
     change = standardised * discounted(rewards, 0.9).std(correction=0) - earned
     torch.testing.assert_close(change, change.mean().expand(16), atol=1e-6, rtol=0)  # played.float() is single
     assert change.abs().mean() > 0.01

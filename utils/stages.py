@@ -257,7 +257,7 @@ def updates_before(args):
         return 0
     if own_checkpoint(args):
         path = own_checkpoint(args)
-        files = path.glob("agent_[0-9]*/optimizer.json")
+        files = [agent / "optimizer.json" for agent in path.glob("agent_[0-9]*")]
         updates = min(read_json(file).get("updates", 0) for file in files)  # an agent may have learned from one more
         return max(0, updates - read_json(path / STATE).get("step", 0))
     paths = check_checkpoint(args)

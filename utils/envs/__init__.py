@@ -232,10 +232,7 @@ class Games:
         except (Exception, SystemExit) as error:
             where = f"turn {self.turn}" if self.turn else "reset"
             self.dropped[k] = f"{describe(error, 300)}, in {where}"
-            with (
-                contextlib.suppress(Exception, SystemExit),
-                time_limit(self.timeout),
-            ):  # the first error is the one to report
+            with contextlib.suppress(Exception, SystemExit), time_limit(self.timeout):  # the first error is to be told
                 close(self.environments.pop(k, None))
 
 

@@ -187,11 +187,12 @@ def optimum(task, items, num_agents, num_turns):
         return None
     try:
         best = call(task.optimum, num_agents=num_agents, num_turns=num_turns, items=items)
-        if best is None or math.isfinite(best := float(best)):
-            return best
-        raise ValueError(f"it returned {best}")
+        best = None if best is None else float(best)
     except (Exception, SystemExit) as error:
         raise UserError(f"optimum of {name_of(task)} failed: {describe(error)}") from error
+    if best is not None and not math.isfinite(best):
+        raise UserError(f"optimum of {name_of(task)} returned {best}; it takes a finite number")
+    return best
 
 
 # --- Its items --------------------------------------------------------------------------------------------------------
