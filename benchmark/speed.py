@@ -4,12 +4,15 @@
     python -m benchmark.speed small
     python -m benchmark.speed small --script ppo_llm --agents 1
     python -m benchmark.speed small --script ppo_llm --agents 2 --no-merge-adapters
+    python -m benchmark.speed small --new-tokens 256 --mixed-precision bf16 --static-cache
 
 Agents that start from a model's folder answer prompts and learn from them in one pass, a few times over; ppo_llm's
 adapters are of rank 8 on the attention's four projections. Prints one JSON line: joint samples and new tokens per
 second (median iteration), samples per second of the first iteration and of all, the processor's seconds of the whole
 training, which say more than the clock's where others use the machine, and the share of the time that is not spent
-inside a forward pass, a backward pass or an optimiser step.
+inside a forward pass, a backward pass or an optimiser step. On a GPU also the seconds of an iteration by phase, the
+milliseconds of one token of all rows, those that it takes to read the model's weights once at the measured speed of a
+copy, and the most memory that was in use.
 """
 
 import argparse
@@ -58,7 +61,7 @@ def train(flags, output_dir):
             lora_alpha=16.0,
             lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"),
             merge_adapters=flags.merge_adapters,
-            mixed_precision=flags.mixed_precision,
+            **sampling(flags),
             output_dir=output_dir,
         )
         return ppo_llm.main(args, TASK)[1]
@@ -71,10 +74,40 @@ def train(flags, output_dir):
         max_new_tokens=flags.new_tokens,
         eval_interval=0,
         use_separate_critic=flags.critic == "separate",
-        mixed_precision=flags.mixed_precision,
+        **sampling(flags),
         output_dir=output_dir,
     )
     return ippo_llm.main(args, TASK)[1]
+
+
+def sampling(flags):
+    """Flags that both scripts have."""
+    names = ("mixed_precision", "dtype", "static_cache", "use_vllm", "vllm_config")
+    return {name: getattr(flags, name) for name in names} | {"save_interval": 0}
+
+
+def on_gpu(run, flags, model):
+    """What is measured on a GPU alone."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    bytes_per_second = 2 * source.numel() / statistics.median(seconds)  # read and written
+    half = "bfloat16" in (flags.dtype, "bfloat16" if flags.mixed_precision == "bf16" else "")
+    weights = sum(x.numel() for x in model.parameters()) * (2 if half else 4)
+    phases = {name: round(spent / flags.iterations, 2) for name, spent in run.totals.items()}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "seconds_of_an_iteration": phases,
+        "ms_of_a_token": round(1000 * phases["sample"] / flags.agents / flags.new_tokens, 2),
+        "ms_to_read_the_weights": round(1000 * weights / bytes_per_second, 2),
+        "gigabytes_per_second": round(bytes_per_second / 1e9),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+    }
 
 
 class Stopwatch:
@@ -114,6 +147,10 @@ def main():
     parser.add_argument("--no-merge-adapters", dest="merge_adapters", action="store_false", help="in ppo_llm")
     parser.add_argument("--critic", choices=["separate", "head"], default="separate", help="of ippo_llm's agents")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--static-cache", action="store_true", help="the scripts' --static-cache")
+    parser.add_argument("--use-vllm", action="store_true", help="the scripts' --use-vllm")
+    parser.add_argument("--vllm-config", type=json.loads, default={}, help="JSON; needs --use-vllm")
     parser.add_argument("--flops", action="store_true", help="count the operations of products and attention too")
     flags = parser.parse_args()
 
@@ -148,6 +185,8 @@ def main():
     if flags.flops:
         samples = flags.prompts * flags.iterations
         result["gflop_per_joint_sample"] = round(counter.get_total_flops() / samples / 1e9, 2)
+    if torch.cuda.is_available():
+        result |= {"static_cache": flags.static_cache, "use_vllm": flags.use_vllm} | on_gpu(run, flags, model)
     print(json.dumps(result))
 
 

@@ -20,7 +20,7 @@ def write_on(model, steps=STEPS):
         out = causal_lm.forward(model, input_ids, mask, cache, keep=1, use_cache=True)
         cache = out.cache
         logits.append(out.logits)
-        places.append(cache.layers[0].keys.data_ptr())
+        places.append(getattr(cache, "cache", cache).layers[0].keys.data_ptr())
         rows = torch.arange(len(mask))
         if t in (3, 40):
             rows = rows[1:]
@@ -32,7 +32,7 @@ def write_on(model, steps=STEPS):
 
 def test_it_is_that_of_transformers_to_the_bit(model, monkeypatch):
     ours, _ = write_on(model)
-    monkeypatch.setattr(causal_lm, "give_room", lambda cache: None)
+    monkeypatch.setattr(causal_lm, "give_room", lambda cache: cache)
     theirs, _ = write_on(model)
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
@@ -49,3 +49,13 @@ def test_what_a_cache_gave_before_stays():
     layer.update(*torch.zeros(2, 1, 1, 1, 2))
     assert keys.shape == values.shape == (1, 1, 4, 2)
     assert keys.min() == values.min() == 1
+
+
+def test_one_of_fixed_size_gives_the_same_and_grows(model, monkeypatch):
+    ours, _ = write_on(model)
+    monkeypatch.setattr(causal_lm, "FIXED_ROOM", 30)
+    monkeypatch.setattr(model, "static_cache", True, raising=False)
+    fixed, places = write_on(model)
+    torch.testing.assert_close(fixed, ours, atol=1e-4, rtol=1e-4)
+    moves = [t for t in range(1, STEPS) if places[t] != places[t - 1]]
+    assert moves == [36, 68]  # after 40 columns and after 72: the next multiple of 8 to 5 + 30, and to 40 + 30

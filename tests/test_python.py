@@ -169,7 +169,10 @@ def test_sizes_cut_rows_and_a_task_makes_the_rest():
 BAD_ROWS = {
     "a tuple": ({"train_dataset": ()}, r"train_dataset= takes a datasets.Dataset or a list of dicts, got \(\)"),
     "no dicts": ({"eval_dataset": ["a"]}, r"eval_dataset= takes a datasets.Dataset or a list of dicts, got \['a'\]"),
-    "too few": ({"train_dataset": ROWS[:3]}, r"train_dataset= has 3 items; an update takes 4 \(--rollout-buffer-size\)"),
+    "too few": (
+        {"train_dataset": ROWS[:3]},
+        r"train_dataset= has 3 items; an update takes 4 \(--rollout-buffer-size\)",
+    ),
     "columns": (
         {
             "train_dataset": [*ROWS, {"k": 0}],

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from utils.cli import UserError, one_line
 from utils.distributed import say
 
 
@@ -54,6 +55,8 @@ def forward(
         keep = input_ids.shape[1]
     if getattr(model, "recomputes", False):
         return forward_unpadded(model, input_ids, attention_mask, cache, keep, hidden)
+    if isinstance(cache, Step):
+        return cache.run(input_ids, attention_mask, hidden=hidden, positions=positions)
     names = parameter_names(type(model))
     options = {"attention_mask": attention_mask, "use_cache": use_cache}
     if positions and "position_ids" in names:
@@ -64,9 +67,11 @@ def forward(
         if cache_name == "cache_params":  # a state space has read its padding, and takes no mask any more
             options["attention_mask"] = None
     out = call(model, input_ids, keep, hidden, options)
-    if cache is None:
-        give_room(out.get(cache_name))
-    return Output(last(out.get("logits"), keep), last(hidden_states(out), keep), out.get(cache_name))
+    new_cache = out.get(cache_name)
+    if cache is None and use_cache:
+        static_cache = getattr(model, "static_cache", False)
+        new_cache = Step(model, new_cache, attention_mask) if static_cache else give_room(new_cache)
+    return Output(last(out.get("logits"), keep), last(hidden_states(out), keep), new_cache)
 
 
 def autocast(model):
@@ -121,12 +126,22 @@ def last(x, keep):
 # --- Attention on a CPU -----------------------------------------------------------------------------------------------
 
 
+FOLD = True
+
+
 def attend(module, query, *args, **kwargs):
     """transformers' attention by SDPA; on a CPU in float32, for torch's kernel takes longer in bfloat16 there.
 
     The output has the data type of the query, whatever autocast says.
     """
     if query.device.type != "cpu":
+        key, value, mask = args[:3]
+        if FOLD and query.shape[2] == 1 and query.shape[1] > key.shape[1] and mask is not None:
+            grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])
+            output = torch.nn.functional.scaled_dot_product_attention(
+                grouped, key, value, attn_mask=mask, scale=kwargs.get("scaling")
+            )
+            return output.reshape(query.shape).transpose(1, 2), None
         return sdpa_attention_forward(module, query, *args, **kwargs)
     args = [in_float32(x) for x in args]
     kwargs = {name: in_float32(x) for name, x in kwargs.items()}
@@ -184,11 +199,91 @@ class RoomyLayer(DynamicLayer):
 
 
 def give_room(cache):
-    """Replace the plain layers of a cache; other layers stay as they are."""
+    """A cache with its plain layers replaced; other layers stay as they are."""
     layers = getattr(cache, "layers", [])
     for k, layer in enumerate(layers):
         if type(layer) is DynamicLayer and layer.is_initialized:
             layers[k] = RoomyLayer(layer.keys, layer.values)
+    return cache
+
+
+# --- A cache of fixed size (--static-cache) ---------------------------------------------------------------------------
+
+FIXED_ROOM = 256  # tokens
+
+
+class FixedLayer(StaticLayer):
+    """A layer of a cache with so many columns, those of `keys` and `values` first; transformers writes into the others.
+
+    How many tokens it has is a tensor too, so that a captured step finds its place by itself. In mixed precision, which
+    casts keys and values for attention, they are cast once.
+    """
+
+    def __init__(self, keys, values, columns, dtype):
+        super().__init__(columns)
+        self.lazy_initialization(keys.to(dtype), values)
+        self.update(keys, values)
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        return super().update(key_states.to(self.dtype), value_states.to(self.dtype), *args, **kwargs)
+
+
+class Step:
+    """The step of one token, whose tensors stay where they are: on a GPU it is captured (a CUDA graph), and replayed.
+
+    It is a cache to `forward`. All rows are computed; those that reorder_cache left are in the outputs. The first step
+    is run as it is, which loads the kernels; the second is captured. Where the room is used up, the layers grow, and it
+    is captured anew.
+    """
+
+    def __init__(self, model, cache, attention_mask):
+        layers = getattr(cache, "layers", [])
+        kinds = {type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer}
+        if kinds or not layers:
+            raise UserError(f"its cache has layers of other kinds: {', '.join(sorted(kinds)) or 'none'}")
+        self.model = model
+        self.cache = cache
+        self.rows = torch.arange(len(attention_mask), device=attention_mask.device)  # those that go on
+        self.input_ids = attention_mask.new_zeros(len(attention_mask), 1)
+        self.attention_mask = attention_mask
+        self.grow()
+
+    def reorder_cache(self, rows):
+        self.rows = self.rows[rows]
+
+    def grow(self):
+        S = self.attention_mask.shape[1]
+        columns = (S + FIXED_ROOM + 7) // 8 * 8  # as attention's kernels want them
+        half = getattr(self.model, "mixed_precision", "no") == "bf16"
+        for k, layer in enumerate(self.cache.layers):
+            dtype = torch.bfloat16 if half else layer.values.dtype
+            self.cache.layers[k] = FixedLayer(layer.keys, layer.values, columns, dtype)
+        self.attention_mask = pad(self.attention_mask, (0, columns - S))
+        self.graph = None
+        self.output = None
+
+    def run(self, input_ids, attention_mask, **options):
+        """The output of the rows that go on: input_ids [R, 1], and the attention_mask [R, S] of all their tokens."""
+        S = attention_mask.shape[1]
+        if S > self.attention_mask.shape[1]:
+            self.grow()
+        self.input_ids[self.rows] = input_ids
+        self.attention_mask[self.rows, :S] = attention_mask
+
+        def compute():
+            cache_options = {"keep": 1, "use_cache": True}
+            return forward(self.model, self.input_ids, self.attention_mask, self.cache, **cache_options, **options)
+
+        if self.graph is None and self.output and input_ids.device.type == "cuda":
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.output = compute()
+        if self.graph:
+            self.graph.replay()
+        else:
+            self.output = compute()
+        outputs = (self.output.logits, self.output.hidden_states)
+        return Output(*(None if x is None else x[self.rows] for x in outputs), cache=self)
 
 
 # --- Which models take padding ----------------------------------------------------------------------------------------
@@ -199,21 +294,60 @@ LARGEST_ERROR = 1e-3  # on average, in standard deviations of what is right
 LARGEST_ERROR_IN_HALF_PRECISION = 0.05
 
 
-def prepare(model, name, mixed_precision="no"):
-    """Make a model ready for `forward`: its attention, what it can't do with padding, and its mixed precision."""
+def prepare(model, name, mixed_precision="no", static_cache=False):
+    """Make a model ready for `forward`: its attention, what it can't do with padding, and its mixed precision.
+
+    `static_cache`: it samples with a cache of fixed size. Raises UserError where it can't.
+    """
     register_attention()
     check_padding(model, name)
     model.mixed_precision = mixed_precision
     model.base_model.mixed_precision = mixed_precision
+    model.static_cache = static_cache
+    if static_cache:
+        check_static_cache(model, name)
 
 
 @torch.no_grad()
 def check_padding(model, name):
     """Set model.recomputes, and say so, where the model reads padding as text or its cache does not serve such rows."""
+    rows = padded_rows(model)
+    if rows is None:
+        return  # no room to try
+    try:
+        error = padding_error(model, *rows)
+    except Exception:  # of whatever it is that the model does not do
+        error = math.inf
+    if not error <= largest_error(model):
+        model.recomputes = True
+        model.base_model.recomputes = True
+        say(f"{name} takes no padding: each new token is computed from its whole row, which is slower")
+
+
+@torch.no_grad()
+def check_static_cache(model, name):
+    """Raise UserError where steps with a cache of fixed size fail, or compute something else."""
+    rows = padded_rows(model)
+    if rows is None:
+        return
+    reason = "it takes no padding" if getattr(model, "recomputes", False) else ""
+    try:
+        error = padding_error(model, *rows)
+    except Exception as failure:  # of whatever it is that can't be captured
+        reason = reason or one_line(failure)
+    else:
+        if not error <= largest_error(model):
+            reason = reason or f"its outputs are off by {error:.2g} standard deviations"
+    if reason:
+        raise UserError(f"--static-cache: {name} can't be sampled from so: {reason}")
+
+
+def padded_rows(model):
+    """Rows to try: ids and mask [3, S], and what is right at the last STEPS positions; None: there is no room."""
     config = model.config.get_text_config()
     longest = max(PROMPTS)
     if (getattr(config, "max_position_embeddings", None) or math.inf) < longest + STEPS:
-        return  # no room to try
+        return None
     ids = torch.arange(3 * (longest + STEPS), device=model.device).view(3, -1)
     ids = ids * 7 % config.vocab_size
     mask = torch.ones_like(ids)
@@ -222,19 +356,16 @@ def check_padding(model, name):
         mask[row, : longest - length] = 0
         tokens = ids[row : row + 1, longest - length :]
         alone.append(values(forward(model, tokens, torch.ones_like(tokens), keep=STEPS)))
-    try:
-        errors = padding_errors(model, ids, mask, torch.cat(alone))
-    except Exception:  # of whatever it is that the model does not do
-        errors = [math.inf]
-    largest = LARGEST_ERROR if model.dtype == torch.float32 else LARGEST_ERROR_IN_HALF_PRECISION
-    if not max(errors) <= largest:
-        model.recomputes = True
-        model.base_model.recomputes = True
-        say(f"{name} takes no padding: each new token is computed from its whole row, which is slower")
+    return ids, mask, torch.cat(alone)
 
 
-def padding_errors(model, ids, mask, alone):
-    """How far outputs [3, STEPS, *] are from those of each row alone: in one pass, and in each step with a cache."""
+def largest_error(model):
+    half = model.dtype != torch.float32 or getattr(model, "mixed_precision", "no") == "bf16"
+    return LARGEST_ERROR_IN_HALF_PRECISION if half else LARGEST_ERROR
+
+
+def padding_error(model, ids, mask, alone):
+    """How far outputs are at most from those of each row alone, [3, STEPS, *]: in one pass, in steps with a cache."""
     errors = [mean_error(values(forward(model, ids, mask, keep=STEPS)), alone)]
     rows = torch.arange(3, device=ids.device)
     cache = None
@@ -250,7 +381,7 @@ def padding_errors(model, ids, mask, alone):
         if t == 1:
             rows = rows[[0, 2]]
             cache.reorder_cache(rows)
-    return errors
+    return max(errors)
 
 
 def values(output):

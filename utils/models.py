@@ -170,6 +170,8 @@ class LoadingArgs:
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass, not attention on a CPU
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
     trust_remote_code: bool = False  # run code that comes with a hub model
+    # sample with a cache of fixed size: on a GPU a token's step is captured once, and replayed (a CUDA graph)
+    static_cache: bool = not_with("use_vllm", "shard", default=False)
     shard: bool = False  # let each of several processes hold a part of every model, in place of whole ones (FSDP)
 
 
@@ -242,7 +244,8 @@ def load_models(names_flag, settings_flag, args, device, model=None):
         else:
             models[name] = copy.deepcopy(model).eval().requires_grad_(False)
         models[name].to(device)
-        causal_lm.prepare(models[name], name if model is None else "the model", args.mixed_precision)
+        prepared = name if model is None else "the model"
+        causal_lm.prepare(models[name], prepared, args.mixed_precision, args.static_cache)
     return [models[name] for name in names]
 
 
