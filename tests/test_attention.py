@@ -95,3 +95,34 @@ print(ALL_ATTENTION_FUNCTIONS["sdpa"] is causal_lm.attend)
 def test_it_is_registered_when_a_model_is_prepared_and_not_by_an_import():
     process = subprocess.run([sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True)
     assert process.stdout.splitlines() == ["True", "True"], process.stderr
+
+
+# --- On a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_step_of_a_token_shares_keys_among_heads():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 6, 1, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, 7, 8, generator=generator, dtype=torch.float64)
+    mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    mask[1, ..., :3] = False
+    output = causal_lm.attend_in_groups(query, key, value, mask, scaling=0.5)
+    for row in range(2):
+        for head in range(6):
+            seen = mask[row, 0, 0]
+            scores = 0.5 * key[row, head // 3, seen] @ query[row, head, 0]
+            torch.testing.assert_close(output[row, 0, head], scores.softmax(0) @ value[row, head // 3, seen])
+
+
+@pytest.mark.parametrize(
+    "tokens, mask_heads, in_groups", [(1, 1, True), (1, 6, False), (2, 1, False), (1, None, False)]
+)
+def test_other_attention_is_as_transformers_has_it(tokens, mask_heads, in_groups, monkeypatch):
+    seen = []
+    monkeypatch.setattr(causal_lm, "attend_in_groups", lambda *_: seen.append("groups"))
+    monkeypatch.setattr(causal_lm, "sdpa_attention_forward", lambda *_, **options: seen.append("transformers"))
+    query = torch.zeros(2, 6, tokens, 8, device="meta")
+    key = torch.zeros(2, 2, 7, 8, device="meta")
+    mask = mask_heads and torch.zeros(2, mask_heads, tokens, 7, device="meta")
+    causal_lm.attend(nn.Module(), query, key, key, mask, scaling=0.5)
+    assert seen == ["groups" if in_groups else "transformers"]

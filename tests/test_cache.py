@@ -1,8 +1,12 @@
-"""A cache with room: the same to the bit as transformers' own, and most tokens are written into room that is there."""
+"""Caches: with room, the same to the bit as transformers' own; and of fixed size, for --static-cache."""
 
+import pytest
 import torch
+from short_runs import every_script, train
 
+from benchmark import architectures
 from utils import causal_lm
+from utils.cli import UserError
 
 STEPS = causal_lm.ROOM + 6
 
@@ -51,6 +55,9 @@ def test_what_a_cache_gave_before_stays():
     assert keys.min() == values.min() == 1
 
 
+# --- Of fixed size (--static-cache) -----------------------------------------------------------------------------------
+
+
 def test_one_of_fixed_size_gives_the_same_and_grows(model, monkeypatch):
     ours, _ = write_on(model)
     monkeypatch.setattr(causal_lm, "FIXED_ROOM", 30)
@@ -59,3 +66,58 @@ def test_one_of_fixed_size_gives_the_same_and_grows(model, monkeypatch):
     torch.testing.assert_close(fixed, ours, atol=1e-4, rtol=1e-4)
     moves = [t for t in range(1, STEPS) if places[t] != places[t - 1]]
     assert moves == [36, 68]  # after 40 columns and after 72: the next multiple of 8 to 5 + 30, and to 40 + 30
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+@every_script
+def test_a_script_samples_the_same(script, monkeypatch):
+    sizes = []
+    run_step = causal_lm.Step.run
+
+    def watched(step, *given, **options):
+        sizes.append(len(step.rows))
+        return run_step(step, *given, **options)
+
+    monkeypatch.setattr(causal_lm.Step, "run", watched)
+    _, plain = train(script, folder="plain")
+    assert not sizes
+    _, run = train(script, folder="static", static_cache=True)
+    assert sizes
+    assert [row["reward_mean"] for row in run.rows] == [row["reward_mean"] for row in plain.rows]
+    assert run.rows[-1]["agent_0/entropy"] == pytest.approx(plain.rows[-1]["agent_0/entropy"], rel=1e-4)
+
+
+def test_in_mixed_precision_keys_and_values_are_cast_once(model):
+    causal_lm.prepare(model, "the model", "bf16", static_cache=True)
+    step = causal_lm.forward(model, torch.ones(1, 3, dtype=torch.long), use_cache=True).cache
+    logits, _ = write_on(model, steps=5)
+    model.static_cache = False
+    plain, _ = write_on(model, steps=5)
+    assert all(causal_lm.mean_error(*pair) < 0.02 for pair in zip(logits, plain, strict=True))
+    assert {layer.keys.dtype for layer in step.cache.layers} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("mistral", "its cache has layers of other kinds: DynamicSlidingWindowLayer"),
+        ("mamba", "its cache has layers of other kinds: LinearAttentionLayer"),
+        ("rwkv", "it takes no padding"),
+    ],
+)
+def test_a_model_without_such_a_cache_is_refused(name, reason):
+    with pytest.raises(UserError, match=f"^--static-cache: {name} can't be sampled from so: {reason}$"):
+        causal_lm.prepare(architectures.make_model(name), name, static_cache=True)
+
+
+def test_steps_that_compute_something_else_are_refused(model, monkeypatch):
+    monkeypatch.setattr(causal_lm.FixedLayer, "get_seq_length", lambda layer: 0)  # the tokens before are not seen
+    with pytest.raises(UserError, match="so: its outputs are off by"):
+        causal_lm.prepare(model, "the model", static_cache=True)
+
+
+@pytest.mark.parametrize("flag", ["use_vllm", "shard"])
+def test_it_has_no_effect_beside(flag):
+    flags = {"static_cache": True, flag: True}
+    with pytest.raises(UserError, match=f"--static-cache has no effect with --{flag.replace('_', '-')}"):
+        train("ippo", **flags)

@@ -217,6 +217,7 @@ ELSEWHERE = {  # and the tests that change them
     "long_prompts": "test_long_prompts.py",
     "mixed_precision": "test_precision.py",
     "trust_remote_code": "passed on to transformers",
+    "static_cache": "test_cache.py",
     "shard": "test_sharding.py",
     "use_vllm": "test_vllm.py",
     "vllm_config": "test_vllm.py",

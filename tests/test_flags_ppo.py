@@ -337,6 +337,7 @@ ELSEWHERE = {  # and the test here, or the file, that changes them
     "overwrite": "test_starting_points.py",
     "merge_lora_configs": "test_adapter_files.py",
     "trust_remote_code": "test_code_of_a_model_is_run_only_with_the_flag",
+    "static_cache": "test_cache.py",
     "shard": "test_ppo_processes.py",
     "use_vllm": "test_vllm.py",
     "vllm_config": "test_vllm.py",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -123,31 +123,35 @@ def last(x, keep):
     return None if x is None else x[:, -keep:]
 
 
-# --- Attention on a CPU -----------------------------------------------------------------------------------------------
+# --- Attention --------------------------------------------------------------------------------------------------------
 
 
-FOLD = True
+def attend(module, query, key, value, attention_mask, **kwargs):
+    """transformers' attention by SDPA, where that is fast. The output has the data type of the query.
 
-
-def attend(module, query, *args, **kwargs):
-    """transformers' attention by SDPA; on a CPU in float32, for torch's kernel takes longer in bfloat16 there.
-
-    The output has the data type of the query, whatever autocast says.
+    On a CPU it is in float32, whatever autocast says, for torch's kernel takes longer in bfloat16 there. On a GPU the
+    step of a token does not copy keys and values that several heads share.
     """
-    if query.device.type != "cpu":
-        key, value, mask = args[:3]
-        if FOLD and query.shape[2] == 1 and query.shape[1] > key.shape[1] and mask is not None:
-            grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])
-            output = torch.nn.functional.scaled_dot_product_attention(
-                grouped, key, value, attn_mask=mask, scale=kwargs.get("scaling")
-            )
-            return output.reshape(query.shape).transpose(1, 2), None
-        return sdpa_attention_forward(module, query, *args, **kwargs)
-    args = [in_float32(x) for x in args]
-    kwargs = {name: in_float32(x) for name, x in kwargs.items()}
-    with torch.autocast("cpu", enabled=False):
-        output, weights = sdpa_attention_forward(module, query.float(), *args, **kwargs)
-    return output.to(query.dtype), weights
+    if query.device.type == "cpu":
+        tensors = [in_float32(x) for x in (query, key, value, attention_mask)]
+        kwargs = {name: in_float32(x) for name, x in kwargs.items()}
+        with torch.autocast("cpu", enabled=False):
+            output, weights = sdpa_attention_forward(module, *tensors, **kwargs)
+        return output.to(query.dtype), weights
+    is_step = query.shape[2] == 1 and attention_mask is not None and attention_mask.shape[1] == 1
+    if is_step and query.shape[1] > key.shape[1] and kwargs.get("position_bias") is None:
+        return attend_in_groups(query, key, value, attention_mask, kwargs.get("scaling")), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def attend_in_groups(query, key, value, attention_mask, scaling):
+    """The attention of one token, [R, 1, heads, D], whose query is [R, heads, 1, D] and whose keys have fewer heads.
+
+    Heads that share their keys are taken for as many tokens of one head, which all see what this one sees.
+    """
+    groups = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+    output = scaled_dot_product_attention(groups, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(len(query), 1, query.shape[1], -1)
 
 
 def in_float32(x):
