@@ -79,7 +79,8 @@ class PolicyArgs:
     # passes over the training set between copies of the actor to the reference; 0: never
     reference_update_interval: NonNegativeInt = needs("use_separate_reference_adapter", "beta", default=0)
     gradient_checkpointing: bool = False  # keep less of the forward pass, and compute it again for the backward pass
-    torch_compiler: Literal["default", "reduce-overhead", "max-autotune"] | None = None  # torch.compile's mode
+    # torch.compile's mode
+    torch_compiler: Literal["default", "reduce-overhead", "max-autotune"] | None = not_with("static_cache")
     # positions from a row's first token; off: from its padding (rotary only)
     calc_position_embeddings: bool = not_with("use_vllm", default=True)
 

@@ -175,3 +175,33 @@ def test_the_figures_of_populations_are_of_the_kept_results():
         columns = zip(np.mean(table, 0), *plot.interval(table), strict=True)
         means = [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in columns]
         assert f"| | mean | {' | '.join(means)} |" in page
+
+
+def test_the_figures_of_a_gpu_are_of_the_kept_lines():
+    page = (ROOT / "benchmark/gpu.md").read_text()
+    lines = [json.loads(line) for line in (ROOT / "benchmark/gpu.jsonl").read_text().splitlines()]
+    whole, steps = re.findall(r"^\|---.*\n((?:\|.*\n)+)", page, flags=re.M)
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in whole.splitlines()]
+    for name, *figures in rows:
+        if name.startswith("CoMLRL"):
+            (line,) = [line for line in lines if "peer" in line]
+            assert figures[:2] == [str(line["joint_samples_per_second"]), f"{line['new_tokens_per_second']:.0f}"]
+            continue
+        wanted = {"script": name[1:].split(".")[0], "static_cache": "static" in name, "use_vllm": "vllm" in name}
+        (line,) = [line for line in lines if wanted.items() <= line.items()]
+        seconds = line["seconds_of_an_iteration"]
+        assert figures == [
+            str(line["joint_samples_per_second"]),
+            f"{line['joint_new_tokens_per_second']:.0f}",
+            f"{seconds['sample']:.2f}",
+            f"{seconds['learn']:.2f}",
+            f"{line['ms_of_a_token']:.2f}",
+            str(line["peak_gib"]),
+        ]
+    assert len(rows) == 6
+    for row in steps.splitlines():
+        name, *figures = [cell.strip() for cell in row.split("|")[1:-1]]
+        dtype, mixed_precision = name.split(", ")
+        wanted = {"dtype": dtype, "mixed_precision": mixed_precision, "keys": "shared"}
+        kept = {(line["static_cache"], line["rows"]): line["ms"] for line in lines if wanted.items() <= line.items()}
+        assert figures == [f"{kept[static, rows]:.2f}" for static in (False, True) for rows in (1, 64, 256)]
