@@ -64,7 +64,9 @@ RUNS = {  # group: command, tasks
     "agilerl": (f"{PEER_PPO} agilerl {THIRD}", {"guess": ALONE["guess"]}),
     "trl": (f"{PEER_PPO} trl {THIRD}", {"code": ""}),
 }
-SMALL_DIFFERENCES = re.compile("^((ippo|iac)_third.*|comlrl_(ippo|iac))/tldr$")  # which have seven seeds, not three
+SMALL_DIFFERENCES = re.compile(  # which have seven seeds, not three
+    "^((ippo|iac)_third.*/tldr|comlrl_(ippo|iac)/tldr|ppo_third.*/guess)$"
+)
 PEERS = {"comlrl_ippo": "peer_ippo", "comlrl": "peer", "agilerl": "peer_agilerl", "trl": "peer_trl"}  # flags
 DETAILS = {  # by script: what is changed, one at a time
     "ippo": {
@@ -83,6 +85,7 @@ DETAILS = {  # by script: what is changed, one at a time
         "lambda 0": "--gae-lambda 0",
         "lambda 1": "--gae-lambda 1",
         "a turn as the action": "--action-granularity turn",
+        "a turn, lambda 0.95": "--action-granularity turn --gae-lambda 0.95",
         "entropy bonus 0.01": "--ent-coef 0.01",
         "no KL penalty": "--beta 1e-9",
         "no advantage normalisation": "--no-adv-whitening",
