@@ -46,6 +46,7 @@ BAD_FLAGS = {
     "--num-turns 2": "the task in .*_llm.py has no external_transition, which 2 turns take",
     "--num-turns 2 --task tldr": "--task tldr has no external_transition, which 2 turns take",
     "--num-generations 3": "--rollout-buffer-size takes a multiple of generations .*x processes, 3.*, got (64|32)",
+    "--rollout-buffer-size 1": "--rollout-buffer-size (1: a reward less its own mean is 0|takes a multiple)",
     "--max-steps 0": "--max-steps: Input should be greater than 0, got 0",
     "--max-prompt-length 0": "--max-prompt-length: Input should be greater than 0, got 0",
     "--train-size 10": r"train_dataset of the task in .*_llm.py has 10 items; an update takes (64|32|16) ",

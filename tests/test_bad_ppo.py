@@ -68,7 +68,7 @@ FLAGS = {
     "--early-termination-threshold 0.5": "--early-termination-threshold has no effect without --task",
     "--early-termination-threshold 0.5 --task number": "--early-termination-threshold takes several turns",
     "--max-output-tokens 5 --max-model-len 4": "--max-output-tokens 5 after a prompt of 1 exceeds --max-model-len 4",
-    "--max-output-tokens 600": "--max-output-tokens 600 after a prompt of 1 exceeds --max-model-len 512",  # the model's
+    "--max-output-tokens 600": "--max-output-tokens 600 after a prompt of 1 exceeds the model.s 512 positions",
     "--min-output-tokens 9": "--min-output-tokens takes at most --max-output-tokens, 8, got 9",
     "--turn-level-clip --action-granularity token": TAKE_TURNS,
     "--turn-value-reduction mean --action-granularity token": TAKE_TURNS,

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import pandas
 import pytest
 from helpers import PLACE
 
@@ -62,16 +63,29 @@ def test_a_task_without_held_out_items_has_none():
         load_items(task, TaskArgs(), 1, 8)
 
 
+@pytest.mark.parametrize("rows", [{"a": 1}, {1, 2}, pandas.DataFrame([{"a": 1}])], ids=["dict", "set", "DataFrame"])
+def test_items_that_have_no_numbers_are_one_line(rows):
+    returned = f"train_dataset of the task SimpleNamespace returned a {type(rows).__name__}"
+    task = SimpleNamespace(train_dataset=lambda size, seed: rows)
+    with pytest.raises(UserError, match=f"^{returned}; it takes a list of items, or a datasets.Dataset$"):
+        load_items(task, TaskArgs(), 1, 1)
+
+
 def test_a_dataset_that_does_not_fit_is_one_line(tmp_path):
     wrong = write(tmp_path / "wrong.jsonl", [{"text": "a"}] * 20)
     few = write(tmp_path / "few.jsonl", posts("all", 5))
     fewer = write(tmp_path / "fewer.jsonl", posts("all", 4))  # of which none is held out
     (tmp_path / "broken.jsonl").write_text("{not json")
+    (tmp_path / "rows.txt").write_text("a row")
     for name, message in (
         (wrong, "--dataset .*wrong.jsonl has the columns text; --task tldr reads prompt"),
         (few, "--dataset .*few.jsonl has 4 items; an update takes 8 .--rollout-buffer-size.$"),
         (fewer, "--dataset .*fewer.jsonl has 4 items; an update takes 8 .--rollout-buffer-size.$"),
-        (str(tmp_path / "broken.jsonl"), "--dataset .*broken.jsonl can't be loaded: "),
+        (str(tmp_path / "broken.jsonl"), "--dataset .*broken.jsonl can't be loaded: .*JSON parse error: .* in row 0"),
+        (
+            str(tmp_path / "rows.txt"),
+            "--dataset takes a file of the formats .json .jsonl .csv .parquet, got .*rows.txt",
+        ),
         (
             str(tmp_path / "none.jsonl"),
             "--dataset takes a hub dataset's name, a folder or a file, and there is no file .*none.jsonl",

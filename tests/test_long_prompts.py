@@ -156,7 +156,9 @@ def test_the_flags_have_no_effect_in_an_environment(flag):
 
 
 def test_a_limit_beyond_the_room_is_one_line(model):
-    with pytest.raises(UserError, match="^--max-output-tokens 72 after a prompt of 441 exceeds --max-model-len 512$"):
+    with pytest.raises(
+        UserError, match="^--max-output-tokens 72 after a prompt of 441 exceeds the model.s 512 positions$"
+    ):
         ppo_llm.resolve_args(ppo_llm.Args(task="tldr", max_prompt_length=441))
     args = ppo_llm.resolve_args(ppo_llm.Args(task="tldr"))
     assert prompt_limit(model.config, args, "max_output_tokens").tokens == 440

@@ -66,9 +66,24 @@ def test_flags_that_are_not_given_are_those_of_the_run(begun):
     folder = begun()
     there = json.loads((folder / "config.json").read_text())["args"]
     args = vars(parse_resumed("ippo_llm", folder, "--save-interval", "5"))
-    assert json.loads(json.dumps(args)) == there | {"resume": str(folder), "save_interval": 5}
+    assert json.loads(json.dumps(args)) == there | {"resume": str(folder), "overwrite": False, "save_interval": 5}
     assert there["train_size"] == 12 and there["save_interval"] == 1
     assert isinstance(args["model"], tuple)
+
+
+def test_a_run_goes_on_in_its_own_folder_and_keeps_what_is_done(begun, tmp_path):
+    folder = begun()
+    before = contents(folder)
+    other = tmp_path / "other"
+    for flags, reason in (
+        (["--overwrite"], "keeps what is done, and --overwrite would not: give one of them"),
+        (["--output-dir", str(other)], f"goes on in that folder: leave out --output-dir {other}"),
+    ):
+        with pytest.raises(UserError, match=f"^--resume {folder} {reason}$"):
+            resume_here("ippo_llm", folder, *flags)
+    assert contents(folder) == before
+    assert not other.exists()
+    resume_here("ippo_llm", folder, "--output-dir", os.path.relpath(folder))
 
 
 def test_a_run_may_go_on_for_longer_and_be_saved_otherwise(begun):

@@ -20,7 +20,7 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import utils.run
-from utils.cli import UserError, parse
+from utils.cli import TaskError, UserError, parse
 from utils.same import timeless
 from utils.tasks import tldr
 
@@ -157,6 +157,13 @@ def test_rewards_of_their_own_teach_each_agent_its_own_lesson(tmp_path):
     assert float(row["agent_1/value_loss"]) == pytest.approx(70.0**2, rel=0.05)  # values start at 0
     assert float(row["texts"]) == 16
     assert run.samples[0]["rewards"] == [1.0, 7.0]
+
+
+def test_a_metric_that_a_run_has_of_its_own_is_refused(tmp_path):
+    task = task_of(metrics_callback=lambda rollouts: {"mine": 1.0, "reward_mean": 2.0, "epoch": 3.0})
+    message = "^metrics_callback returned epoch, reward_mean, which a run has of its own$"
+    with pytest.raises(TaskError, match=message):
+        ippo_llm.main(make_args(tmp_path, eval_interval=0, train_size=8), task)
 
 
 # --- Help -------------------------------------------------------------------------------------------------------------

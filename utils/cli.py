@@ -175,7 +175,7 @@ def check_needs(args, more=None):
                     raise UserError(f"{flag_name(field.name)} has no effect {beside} {flag_name(other)}")
 
 
-OF_START = {"pause_at": None}  # flags that hold for one start of a run, and not for the next
+OF_START = {"pause_at": None, "overwrite": False}  # flags that hold for one start of a run, and not for the next
 OF_FOLDER = {"output_dir": None, "overwrite": False, "resume": None, "wandb_run_name": None}  # that a fork begins anew
 
 

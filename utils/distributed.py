@@ -95,6 +95,9 @@ def check_flags(args, multiples=(), needs=None):
     processes = world_size()
     if args.shard and processes == 1:
         raise UserError("--shard takes several processes, and this is one: start them with torchrun, or add --no-shard")
+    if args.rollout_buffer_size == 1 and getattr(args, "reward_normalization", False):
+        mend = "take more, or --no-reward-normalization --no-advantage-normalization"
+        raise UserError(f"--rollout-buffer-size 1: a reward less its own mean is 0, and teaches nothing; {mend}")
     for name in multiples:
         if getattr(args, name) % processes:
             takes = f"a multiple of {processes} processes"
@@ -110,6 +113,7 @@ def check_restarts(args):
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if again and args.output_dir and os.path.exists(os.path.join(args.output_dir, "config.json")):
         args.resume = args.output_dir
+        args.overwrite = False
 
 
 def seconds_to_stop():

@@ -32,7 +32,7 @@ from utils.checkpoint import (
     save_agents,
     write_checkpoint,
 )
-from utils.cli import Stopped, UserError, find_run, flag_name, flags, flags_of, one_line
+from utils.cli import Stopped, TaskError, UserError, find_run, flag_name, flags, flags_of, one_line
 from utils.files import (
     WriteError,
     in_columns,
@@ -55,6 +55,13 @@ SAMPLES = 2  # joint samples written of each update
 EPOCHS = 3  # passes over the training set, where no flag says how long a run is
 SHOWN = 200  # of the last joint samples, kept to be shown at the end
 PHASES = ("sample", "reward", "learn")  # whose seconds are in metrics.csv, and make the speeds
+COLUMNS = {
+    "global_step",
+    "epoch",
+    "samples_per_second",
+    "new_tokens_per_second",
+    *(f"time/{phase}" for phase in PHASES),
+}
 PACKAGES = "torch transformers peft datasets tokenizers safetensors numpy pydantic tyro wandb matplotlib tqdm"
 
 
@@ -100,6 +107,11 @@ def run_folder(args, script, subject=None, may_change=(), may_grow=("num_train_e
     name = Path(script).stem
     if args.resume:
         folder = find_run(args.resume, name)
+        if args.overwrite:
+            raise UserError(f"--resume {args.resume} keeps what is done, and --overwrite would not: give one of them")
+        its_own = (None, str(folder), flags_of(folder, type(args))["output_dir"])
+        if args.output_dir not in its_own and Path(args.output_dir).resolve() != folder.resolve():
+            raise UserError(f"--resume {args.resume} goes on in that folder: leave out --output-dir {args.output_dir}")
         check_same_flags(folder, args, may_change, may_grow)
         return folder
     parts = [name, args.seed, time.strftime("%Y%m%d-%H%M%S")]
@@ -490,10 +502,14 @@ class Run:
 
         `items` are the B items, `rollouts` one for each agent, `agent_metrics` a dict of each, `extra_metrics` a dict
         of all, {name: scalar tensor or number} of this process: their means over the processes that have them are
-        written, and `held_out`, the reward on held-out items, if they were evaluated. Raises Stopped after a signal,
-        WriteError where the disk does not take it.
+        written, and `held_out`, the reward on held-out items, if they were evaluated. Raises TaskError where a name is
+        taken, Stopped after a signal, WriteError where the disk does not take it.
         """
-        metrics = team_metrics(rollouts) | by_agent(agent_metrics) | extra_metrics
+        metrics = team_metrics(rollouts) | by_agent(agent_metrics)
+        taken = extra_metrics.keys() & {*COLUMNS, *metrics, self.held_out_metric}
+        if taken:
+            raise TaskError(f"metrics_callback returned {', '.join(sorted(taken))}, which a run has of its own")
+        metrics |= extra_metrics
         new_tokens = count_new_tokens(rollouts)
         self.phase(None)
         seconds = self.add_up()

@@ -257,6 +257,11 @@ def make_items(task, name, dataset, split, size, seed):
         raise
     except (Exception, SystemExit) as error:
         raise UserError(f"{function} of {name} failed: {describe(error)}") from error
+    try:
+        [items[k] for k in range(min(1, len(items)))]  # they are taken by their numbers
+    except Exception as error:
+        returned = f"{function} of {name} returned a {type(items).__name__}"
+        raise UserError(f"{returned}; it takes a list of items, or a datasets.Dataset") from error
     return items
 
 
@@ -291,15 +296,18 @@ def check_items(task, name, items, source):
 
 def load_splits(name):
     """The splits of a hub dataset, a folder or a file. Raises UserError."""
-    file_format = FORMATS.get(Path(name).suffix)
+    file_format = FORMATS.get(Path(name).suffix.lower())
     if file_format and not Path(name).is_file():
         raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no file {name}")
+    if Path(name).is_file() and not file_format:
+        raise UserError(f"--dataset takes a file of the formats {' '.join(FORMATS)}, got {name}")
     try:
         if file_format:
             return datasets.load_dataset(file_format, data_files=name)
         return datasets.load_dataset(name)
     except Exception as error:
-        raise UserError(f"--dataset {name} can't be loaded: {type(error).__name__}: {error}") from error
+        cause = error.__cause__ or error  # where a row can't be read, the error itself does not say why
+        raise UserError(f"--dataset {name} can't be loaded: {type(cause).__name__}: {one_line(cause)}") from error
 
 
 def split_rows(splits, eval_size, seed):

@@ -57,7 +57,8 @@ def prompt_limit(config, args, new_tokens):
     reason = f"--max-prompt-length {tokens}"
     room = max_length(config, args)
     all_positions = f"the model's {room} positions"
-    if getattr(args, "max_model_len", None) == room:
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if getattr(args, "max_model_len", None) == room != own:
         all_positions = f"{flag_name('max_model_len')} {room}"
     if room and length + (tokens or 1) > room:
         sizes = f"{flag_name(new_tokens)} {length} after a prompt of {tokens or 1}"
