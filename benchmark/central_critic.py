@@ -236,6 +236,8 @@ def main(args):
     for seed in args.seeds:  # so that a study that is stopped has whole seeds
         jobs += [job_of(m, setting, rates[m], seed, "study", args.size) for setting in settings for m in METHODS]
     failed = make(jobs, args)
+    if len(failed) == len(jobs):
+        raise Failed(f"all {len(jobs)} runs failed")
 
     curves = {}
     for method in METHODS:

@@ -180,6 +180,10 @@ def wait(condition, seconds=60):
     ("flags", "message"),
     [
         ({"command": ""}, "--command is missing"),
+        (
+            {"command": "python script.py", "name": "n" * 201},
+            "^--name takes at most 200 bytes, got 201: give a shorter one$",
+        ),
         ({"command": "python nowhere.py"}, "names no script"),
         ({"command": 'python script.py --model "x'}, "is no command line"),
         ({"command": "python script.py --seed 3"}, "--command has --seed"),

@@ -3,9 +3,12 @@
 import ast
 from pathlib import Path
 
+import pytest
 from helpers import TINY, make_agent, make_args, seeded
 
 from ippo_llm import sample
+from utils import make_tiny_lm
+from utils.files import WriteError
 from utils.make_tiny_lm import collate, encode, held_out_loss, make_tokenizer
 from utils.tasks.made_text import games, posts, programs
 from utils.tasks.tldr import eval_dataset, formatters
@@ -79,3 +82,10 @@ def test_only_the_assistants_tokens_are_marked():
     assert mask[0].sum() < mask[1].sum()
     rendered = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
     assert ids[0][mask[0] == 1].tolist() == rendered  # what is trained on is what the template makes
+
+
+def test_a_folder_that_can_not_be_written_is_one_line_before_training(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(make_tiny_lm, "chats", None)
+    with pytest.raises(WriteError, match="file/model can't be written: .*Not a directory"):
+        make_tiny_lm.main(make_tiny_lm.Args(out=str(tmp_path / "file" / "model")))

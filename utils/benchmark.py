@@ -33,6 +33,7 @@ from utils.cli import Stopped, UserError, command_line, flags, one_line
 from utils.files import read_json, write_whole, writing
 from utils.same import timeless
 
+LONGEST_NAME = 200  # bytes of a folder's name, of which file systems take 255
 OWN = ("--seed", "--output-dir", "--resume", "--overwrite")  # flags that a run gets from here
 
 
@@ -125,6 +126,8 @@ def jobs_of(args):
     name = args.name or re.sub(r"[^\w.-]+", "_", "_".join([Path(script).stem, *own_words]))
     if name != Path(name).name or name == "..":
         raise UserError(f"--name takes the name of a folder, got {name}")
+    if len(name.encode()) > LONGEST_NAME:
+        raise UserError(f"--name takes at most {LONGEST_NAME} bytes, got {len(name.encode())}: give a shorter one")
     check_seeds(args.seeds)
     if args.nproc_per_node > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc_per_node}"]

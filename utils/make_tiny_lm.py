@@ -17,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from utils.cli import command_line, flags
+from utils.files import writing
 from utils.tasks.made_text import games, posts, programs
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
@@ -138,6 +139,8 @@ def held_out_loss(model, tokenizer, size=500, seed="held out"):
 def main(args):
     """Make the tokenizer and the model, and write them."""
     start = time.time()
+    with writing(args.out):  # before minutes of training
+        Path(args.out).mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
 
     text = chats(20_000, args.seed)
