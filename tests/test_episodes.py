@@ -123,11 +123,11 @@ WRONG = {
     ),
     "too few rewards": (
         {"reward_func": lambda a, b: [0.5]},
-        r"<lambda> returned 1 values for 2 items: {'number': 1.*} has none",
+        r"<lambda> returned 1 values for 2 items, one each: {'number': 1.*} has none",
     ),
     "too many rewards": (
         {"reward_func": lambda a, b: [[0.5] * 3] * 2},
-        r"<lambda> returned 3 values for 2 items: {'number': 1.*} has one too many",
+        r"<lambda> returned 3 values for 2 items, one each: {'number': 1.*} has one too many",
     ),
     "a word": (
         {"reward_func": lambda a, b: ["1", 1]},

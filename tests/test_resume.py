@@ -144,6 +144,16 @@ def test_a_run_of_another_script_is_one_line(name, begun):
     assert "\n" not in str(error.value)
 
 
+def test_a_run_of_a_copy_goes_on_with_the_copy(begun):
+    folder = begun()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"script": "/somewhere/mine.py"}))
+    before = contents(folder)
+    with pytest.raises(UserError, match=f"^--resume {folder} is a run of mine.py, and goes on with that script$"):
+        resume_here("ippo_llm", folder)
+    assert contents(folder) == before
+
+
 def test_the_latest_run_is_that_which_wrote_last(begun, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="^--resume latest: there is no run of ippo_llm.py under runs/$"):

@@ -395,7 +395,8 @@ def main(args):
             (folder / "aggregate.md").write_text("\n".join(aggregate_lines(found)), encoding="utf-8")
             draw_aggregate(found, folder / "aggregate.png")
         except UserError as reason:
-            print(f"no aggregate over tasks: {reason}")
+            if len(names(groups)[1]) > 1:  # else nobody asks for one
+                print(f"no aggregate over tasks: {reason}")
     except OSError as error:
         raise UserError(f"--output-dir {folder} can't be written: {error.strerror}") from error
     print(f"wrote {folder}")

@@ -6,6 +6,8 @@ def render(prompt, tokenizer):
     first_token = tokenizer.decode(tokenizer("").input_ids)  # empty where the model wants none
     if isinstance(prompt, str):
         return first_token + prompt
+    if not isinstance(prompt, (list, tuple)) or not all(isinstance(message, dict) for message in prompt):
+        raise TypeError(f"a prompt is a string, or a list of messages with role and content, got {prompt!r:.80}")
     if tokenizer.chat_template:
         return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     return first_token + "\n\n".join(message["content"] for message in prompt) + "\n\n"

@@ -93,7 +93,8 @@ def readers(args, new_tokens, model=None, tokenizer=None, quantized=False):
         size = getattr(config.get_text_config(), "vocab_size", None)
         if size and each.pad_token_id >= size:
             pad = f"the tokenizer's padding token, {each.pad_token}, is number {each.pad_token_id}"
-            raise UserError(f"{flag_name('model')}: {pad}, and the model knows {size} tokens: resize its embeddings")
+            mend = "set its pad_token to one of these, or resize the model's embeddings"
+            raise UserError(f"{flag_name('model')}: {pad}, and the model knows {size} tokens: {mend}")
     return list(zip(tokenizers, limits))
 
 
