@@ -60,9 +60,9 @@ def test_two_processes_train_one_run(tmp_path, launcher, eval_size, mean):
     assert len(state["random"]) == 2 and state["random"][0] != state["random"][1]
 
 
-@pytest.mark.parametrize("flags", [f"{SMALL} --eval-size 5", f"{SMALL} --eval-size 5 {TURNS}"], ids=["one", "three"])
-def test_two_processes_go_on_to_the_same_bits(tmp_path, flags):
+def test_two_processes_go_on_to_the_same_bits(tmp_path):
     run = tmp_path / "run"
+    flags = f"{SMALL} --eval-size 5 {TURNS}"
     finish_two("ippo_llm", *flags.split(), "--output-dir", run, "--save-interval", "1")
     shutil.copytree(run, tmp_path / "whole")
     shutil.rmtree(run / "checkpoints/update_000002")
