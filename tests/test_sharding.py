@@ -2,16 +2,23 @@
 
 import copy
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import peft
 import pytest
 import torch
 from helpers import read_metrics, tiny_base
-from processes import ROOT, alone, assert_same, cut, finish, finish_two, largest_difference, saved_steps, start_two
+from processes import (
+    alone,
+    assert_same,
+    cut,
+    finish,
+    finish_two,
+    finish_two_works,
+    largest_difference,
+    saved_steps,
+    start_two,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM
@@ -98,11 +105,8 @@ def work_on_adapters():
 @pytest.fixture(scope="module")
 def found():
     """What each of two processes found, in order of rank."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+    main, _ = finish_two_works(work)
+    return json.loads(main.output.splitlines()[-1])
 
 
 def test_each_process_holds_half(found):
@@ -323,7 +327,3 @@ def test_a_sharded_run_that_memory_ended_goes_on_with_smaller_micro_batches(shar
 def test_one_process_has_nobody_to_share_with(script):
     with pytest.raises(UserError, match="--shard takes several processes, and this is one"):
         script.main(script.Args(shard=True))
-
-
-if __name__ == "__main__":
-    work()
