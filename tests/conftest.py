@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import TINY, make_model
+from helpers import TINY, make_model, tiny_base
 from processes import alone, copy_begun, make_whole
 from short_runs import train
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -52,6 +52,12 @@ def loaded_model():
 @pytest.fixture
 def model(loaded_model):
     return copy.deepcopy(loaded_model)
+
+
+@pytest.fixture(scope="session")
+def base():
+    """A base of adapters, which is copied: not to be changed."""
+    return tiny_base()
 
 
 @pytest.fixture

@@ -156,8 +156,10 @@ def work_in(environment, work, *arguments):
 
 def finish_two_works(work, *arguments, seconds=120):
     """work(*arguments) in two processes of a group, that have ended well."""
-    for process in [Process(work_in, environment, work, *arguments) for environment in environments_of_two()]:
+    processes = [Process(work_in, environment, work, *arguments) for environment in environments_of_two()]
+    for process in processes:
         assert process.wait(seconds).exitcode == 0, process.error
+    return processes
 
 
 def finish_two(name, *flags, before=(None, None), seconds=120):

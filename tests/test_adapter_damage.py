@@ -11,11 +11,6 @@ from utils import adapters, stages
 from utils.cli import UserError
 
 
-@pytest.fixture(scope="module")
-def base():
-    return tiny_base()
-
-
 @pytest.fixture
 def stage(base, tokenizer, tmp_path):
     """The folder of a stage of two agents."""

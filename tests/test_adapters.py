@@ -4,18 +4,13 @@ import copy
 
 import pytest
 import torch
-from helpers import TINY_IDS, make_team, make_team_args, randomise_adapters, same_tensors, tiny_base, tiny_logits
+from helpers import TINY_IDS, make_team, make_team_args, randomise_adapters, same_tensors, tiny_logits
 
 from utils import adapters, lora
 from utils.checkpoint import fingerprint
 from utils.cli import UserError
 
 NAMES = [f"agent_{i}_{role}" for i in range(2) for role in ("actor", "critic", "reference")]
-
-
-@pytest.fixture(scope="module")
-def base():
-    return tiny_base()
 
 
 @pytest.fixture

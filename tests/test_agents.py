@@ -90,13 +90,6 @@ def test_agents_of_one_model_share_a_frozen_reference():
     assert not agents[0].actor.training
 
 
-def test_a_loaded_model_is_copied(tmp_path, model, tokenizer):
-    before = copy.deepcopy(model.state_dict())
-    agents, _ = ippo_llm.main(short_args(tmp_path, model="nowhere"), model=model, tokenizer=tokenizer)
-    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
-    assert not torch.equal(agents[0].actor.lm_head.weight, model.lm_head.weight)
-
-
 @pytest.mark.parametrize("names, num_agents", [(("utils/tiny_lm",) * 3, 2), ((), 2)])
 def test_models_are_one_for_all_or_one_each(tmp_path, names, num_agents):
     message = f"^--model takes one name, or one for each of the {num_agents} agents, got {len(names)}$"

@@ -254,14 +254,6 @@ def test_mini_batches_are_drawn_anew_each_time(model, tokenizer, prompts):
     assert len(set(members)) > 1
 
 
-def test_an_agent_begins_on_its_own_policy(model, tokenizer, prompts):
-    args = make_args()
-    agent = make_agent(args, model, tokenizer)
-    rollout = set_rewards(sample(agent, prompts, args, seeded()), torch.arange(5.0))
-    _, metrics = ippo_loss(agent, whole_minibatch(rollout, learning_targets(agent, rollout, args)), args)
-    assert abs(metrics["approx_kl"].item()) < 1e-8
-
-
 @CRITICS
 def test_an_update_changes_all_of_an_agent_and_no_bit_of_another(model, tokenizer, prompts, critic):
     args = make_args()

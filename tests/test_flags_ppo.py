@@ -357,15 +357,6 @@ def test_the_table_has_every_flag():
     assert all(callable(globals().get(test)) or (files / test).is_file() for test in ELSEWHERE.values())
 
 
-def test_the_same_flags_change_nothing(baseline, tmp_path):
-    before = baseline()
-    after = train(tmp_path / "after")
-    assert same_weights(before, after)
-    for name in ("responses", "layers", "passes"):
-        assert getattr(before, name) == getattr(after, name), name
-    assert before.run.samples == after.run.samples
-
-
 @pytest.mark.parametrize("flag", TABLE)
 def test_a_flag_changes_what_happens(tmp_path, places, baseline, flag):
     value, base, changed = TABLE[flag]

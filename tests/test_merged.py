@@ -13,11 +13,6 @@ from utils import adapters
 from utils.rollouts import Rows
 
 
-@pytest.fixture(scope="module")
-def base():
-    return tiny_base()
-
-
 @pytest.fixture
 def model(base, tokenizer):
     return randomise_adapters(make_team(base, tokenizer)[0].model)

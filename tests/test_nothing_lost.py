@@ -315,7 +315,7 @@ NUMBERS = [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", NUMBERS[:2])
 def test_a_default_run_that_is_stopped_keeps_its_checkpoints_and_agents(number, processes, small_model, tmp_path):
     stop_again_and_again("ippo critic 2 tldr", small_model, tmp_path / "run", 1, number, processes, seed=int(number))
 

@@ -17,17 +17,11 @@ from helpers import (
     tiny_logits,
 )
 
-import ppo_llm
 from utils import adapters
 from utils.cli import UserError
 
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"}
-
-
-@pytest.fixture(scope="module")
-def base():
-    return tiny_base()
 
 
 @pytest.fixture
@@ -89,18 +83,6 @@ def test_an_agents_folder_may_be_a_plain_one(base, tokenizer, plain, tmp_path):
     assert_policies(agents[:1], first)
     assert_policies(agents[1:], tiny_logits(base))
     assert torch.equal(agents[1].value_head.weight, old[1].value_head.weight)
-
-
-def test_a_run_starts_with_pefts_own_policy(base, tokenizer, loaded_model, tmp_path):
-    made = peft.get_peft_model(copy.deepcopy(loaded_model), peft.LoraConfig(**CONFIG))
-    change_adapters(made).save_pretrained(tmp_path / "sft")
-    opened = peft.PeftModel.from_pretrained(copy.deepcopy(loaded_model), tmp_path / "sft")
-    flags = {"train_size": 4, "rollout_buffer_size": 4, "num_train_epochs": 1, "evaluation_interval": 0}
-    flags |= {"lora_rank": 4, "lora_alpha": 8.0, "lr_actor": 0.0, "max_output_tokens": 3, "max_turns": 1}
-    args = ppo_llm.Args(load_checkpoint=str(tmp_path / "sft"), output_dir=str(tmp_path / "run"), **flags)
-    agents, run = ppo_llm.main(args, model=loaded_model, tokenizer=tokenizer)
-    torch.testing.assert_close(tiny_logits(agents[0].model, agents[0].actor), tiny_logits(opened), atol=1e-5, rtol=0)
-    assert abs(run.rows[0]["kl"]) < 1e-5
 
 
 # --- Its configuration ------------------------------------------------------------------------------------------------

@@ -139,12 +139,6 @@ def test_the_base_is_the_reference_where_it_has_no_adapter(train):
     assert "agent_0_reference" not in {each.adapter for each in watched.passes}
 
 
-def test_without_a_penalty_no_metric_is_of_the_reference(train):
-    watched = train(beta=0.0)
-    (row, _) = read_metrics(watched.run.folder)
-    assert not {"kl", "reference_logprob"} & row.keys()
-
-
 def test_a_quantized_base_is_read_again(model):
     args = ppo_llm.resolve_args(make_ppo_args())
     assert ppo_llm.samples_exactly(SimpleNamespace(model=model), args)

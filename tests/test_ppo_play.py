@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import make_ppo_agents, make_ppo_args, read_metrics, seeded
-from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 
 import ppo_llm
@@ -199,11 +198,6 @@ def test_games_that_fail_are_dropped(fragile):
     assert float(row["turns"]) == pytest.approx((4 * 3 + 2 * 1) / 6)  # of games 2 to 5, and of 6 and 7, cut short
 
 
-def test_the_other_games_are_learned_from(fragile):
-    actor = load_file(fragile / "agent_0/actor/adapter_model.safetensors")
-    assert all(weight.any() for name, weight in actor.items() if "lora_B" in name)
-
-
 def test_games_that_all_fail_end_the_run_in_a_line(make, monkeypatch):
     monkeypatch.setattr(Games, "close", lambda self: 1 / 0, raising=False)
     agents, args = make(max_model_len=40)
@@ -362,30 +356,6 @@ def test_a_chat_that_goes_on_is_read_as_its_template_has_it(make, tokenizer, mon
     for chat, ids in zip(chats, read, strict=True):
         assert tokenizer.decode(ids) == render(chat, tokenizer)
         assert ids == tokenizer(render(chat, tokenizer), add_special_tokens=False).input_ids
-
-
-# --- Seeds and items of which several episodes are played -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flags", [{"env": "guess"}, {"task": "number", "num_agents": 2}], ids=["games", "a task"])
-def test_each_seed_or_item_is_played_so_many_times(tmp_path, monkeypatch, flags):
-    played = []
-    play = ppo_llm.play
-
-    def watch(agents, task, items, *others, **named):
-        played.append(items)
-        return play(agents, task, items, *others, **named)
-
-    monkeypatch.setattr(ppo_llm, "play", watch)
-    sizes = {"rollout_buffer_size": 6, "num_generations": 3, "train_size": 4, "evaluation_interval": 0}
-    _, run = ppo_llm.main(make_ppo_args(tmp_path, **sizes, **flags))
-    assert len(played) == run.num_updates == 2
-    for items in played:
-        assert len(items) == 6
-        assert items[0] == items[1] == items[2] != items[3] == items[4] == items[5]
-    first, second = ([str(items[k]) for k in (0, 3)] for items in played)
-    assert len({*first, *second}) == 4  # an epoch has each of the four once
-    assert [int(row["global_step"]) for row in read_metrics(run.folder)] == [6, 12]
 
 
 # --- Prompts ----------------------------------------------------------------------------------------------------------

@@ -188,8 +188,7 @@ def test_two_that_share_the_base_learn_a_task_as_one(small_model, tmp_path):
 # --- Shares that differ -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shard", ["--no-shard", "--shard"])
-@pytest.mark.parametrize("on", ["games", "a task"])
+@pytest.mark.parametrize("on, shard", [("games", "--no-shard"), ("games", "--shard"), ("a task", "--shard")])
 def test_two_processes_with_several_mini_batches_go_on_to_the_same_bits(env, small_model, tmp_path, on, shard):
     flags = [*SIZES.split(), "--batch-size", 4, "--eval-loop", 1, "--max-steps", 32, "--lora-dropout", 0.1]
     flags += ["--env", env] if on == "games" else ["--task", "number", "--num-agents", 2]

@@ -19,6 +19,7 @@ import iac_llm
 import ippo_llm
 import maac_llm
 import magrpo_llm
+import ppo_llm
 import utils.run
 from utils.cli import TaskError, UserError, parse
 from utils.same import timeless
@@ -169,19 +170,26 @@ def test_a_metric_that_a_run_has_of_its_own_is_refused(tmp_path):
 # --- Help -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm, magrpo_llm])
+@pytest.mark.parametrize(
+    "script", [ippo_llm, pytest.param(iac_llm, marks=pytest.mark.slow), maac_llm, magrpo_llm, ppo_llm]
+)
 def test_help_explains_every_flag(script, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(script.Args, ["--help"], script.__doc__)
     assert not stop.value.code
     text = capsys.readouterr().out
-    groups = "training task folder agent loading sampling vllm algorithm optimizer".split()
-    if script is not magrpo_llm:
+    groups = "training task folder loading vllm".split()
+    if script is ppo_llm:
+        groups += "env policy lora stage generation optimization".split()
+    else:
+        groups += "agent sampling algorithm optimizer".split()
+    if script in (ippo_llm, iac_llm, maac_llm):
         groups.append("central-critic" if script is maac_llm else "critic")
     for group in (*groups, script.__name__.removesuffix("_llm")):
         assert f"{group} options" in text
     shown = " ".join(text.replace("│", " ").split())
-    files = [script.__file__, *(ROOT / f"utils/{name}.py" for name in ("run", "engine", "models", "tasks/__init__"))]
+    modules = "run engine models lora stages tasks/__init__ envs/__init__".split()
+    files = [script.__file__, *(ROOT / f"utils/{name}.py" for name in modules)]
     source = "".join(Path(file).read_text() for file in files)
     for name in vars(script.Args()):
         assert f"--{name.replace('_', '-')}" in text

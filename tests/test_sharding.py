@@ -2,16 +2,22 @@
 
 import copy
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import peft
 import pytest
 import torch
 from helpers import read_metrics, tiny_base
-from processes import ROOT, alone, assert_same, cut, finish, finish_two, largest_difference, saved_steps, start_two
+from processes import (
+    alone,
+    assert_same,
+    cut,
+    finish,
+    finish_two,
+    finish_two_works,
+    largest_difference,
+    saved_steps,
+    start_two,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM
@@ -98,11 +104,8 @@ def work_on_adapters():
 @pytest.fixture(scope="module")
 def found():
     """What each of two processes found, in order of rank."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+    main, _ = finish_two_works(work)
+    return json.loads(main.output.splitlines()[-1])
 
 
 def test_each_process_holds_half(found):
@@ -267,19 +270,6 @@ def test_processes_may_play_and_sample_for_different_times(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/agent_1")
 
 
-def test_a_process_does_not_wait_for_one_that_is_gone(tmp_path, task):
-    run = tmp_path / "run"
-    flags = [*FLAGS, *task, "--shard", "--train-size", 400, "--save-interval", 1, "--output-dir", run]
-    first, second = start_two("ippo_llm", *flags)
-    first.wait_until(lambda: saved_steps(run))
-    second.signal(signal.SIGKILL)
-    assert first.wait(60).exitcode == 1
-    assert first.error.splitlines()[-1].startswith("ippo_llm.py: error: another process of this run has ended: ")
-    assert "Traceback" not in first.error and "Warning" not in first.error
-    assert "go on with: python ippo_llm.py --resume" in first.output
-    assert not list(run.glob("agent_*"))  # a process alone has no whole agent
-
-
 def run_out_of_memory():
     """Let memory run out in the second mini-batch of the first agent."""
     loss = ippo_llm.ippo_loss
@@ -323,7 +313,3 @@ def test_a_sharded_run_that_memory_ended_goes_on_with_smaller_micro_batches(shar
 def test_one_process_has_nobody_to_share_with(script):
     with pytest.raises(UserError, match="--shard takes several processes, and this is one"):
         script.main(script.Args(shard=True))
-
-
-if __name__ == "__main__":
-    work()

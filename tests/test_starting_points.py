@@ -18,11 +18,6 @@ from utils.checkpoint import fingerprint, read_tensors
 from utils.cli import UserError
 
 
-@pytest.fixture(scope="module")
-def base():
-    return tiny_base()
-
-
 @pytest.fixture
 def stage(base, tokenizer, tmp_path):
     """(folder, agents) of a team that is saved after three updates."""
