@@ -82,7 +82,7 @@ class PolicyArgs:
     # torch.compile's mode
     torch_compiler: Literal["default", "reduce-overhead", "max-autotune"] | None = not_with("static_cache")
     # positions from a row's first token; off: from its padding (rotary only)
-    calc_position_embeddings: bool = not_with("use_vllm", default=True)
+    calc_position_embeddings: bool = not_with("use_vllm", "static_cache", default=True)
 
 
 @flags
@@ -577,7 +577,7 @@ def respond(agents, transcripts, args, generator, greedy=False):
         return
     for agent, own in zip(agents, transcripts):
         size = args.hf_generate_chunk_size or len(own)
-        # forward would cast the weights for each token; here once
+        # forward would cast what learns for each token; here once
         with causal_lm.autocast(agent.model), adapters.merged(agent.model, agent.actor):
             for start in range(0, len(own), size):
                 sample_tokens(agent, own[start : start + size], args, generator, greedy)

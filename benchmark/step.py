@@ -5,7 +5,7 @@
     python -m benchmark.step half --mixed-precision no
 
 Each is the median of forty steps after prompts of 48 tokens, of which some are padding. Prints a JSON line for each,
-with the two steps before: with --static-cache the first is run as it is, and the second captured.
+with the first two steps after the prompt: with --static-cache the first is run as it is, and the second captured.
 """
 
 import argparse
@@ -53,7 +53,9 @@ def main():
     flags = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("it takes a GPU")
-    model = load_model(flags.folder, "folder", flags.dtype).cuda().requires_grad_(True)  # autocast keeps what learns
+    model = (
+        load_model(flags.folder, "folder", flags.dtype).cuda().requires_grad_(True)
+    )  # autocast casts only what learns once
     causal_lm.prepare(model, flags.folder, flags.mixed_precision)
     for num_rows in flags.rows:
         for static_cache in (False, True):

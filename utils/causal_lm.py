@@ -56,7 +56,7 @@ def forward(
     if getattr(model, "recomputes", False):
         return forward_unpadded(model, input_ids, attention_mask, cache, keep, hidden)
     if isinstance(cache, Step):
-        return cache.run(input_ids, attention_mask, hidden=hidden, positions=positions)
+        return cache.run(input_ids, attention_mask, hidden)
     names = parameter_names(type(model))
     options = {"attention_mask": attention_mask, "use_cache": use_cache}
     if positions and "position_ids" in names:
@@ -127,10 +127,10 @@ def last(x, keep):
 
 
 def attend(module, query, key, value, attention_mask, **kwargs):
-    """transformers' attention by SDPA, where that is fast. The output has the data type of the query.
+    """transformers' attention by SDPA, where that is fast.
 
-    On a CPU it is in float32, whatever autocast says, for torch's kernel takes longer in bfloat16 there. On a GPU the
-    step of a token does not copy keys and values that several heads share.
+    On a CPU it is in float32, whatever autocast says, for torch's kernel takes longer in bfloat16 there; the output has
+    the data type of the query. On a GPU the step of a token does not copy keys and values that several heads share.
     """
     if query.device.type == "cpu":
         tensors = [in_float32(x) for x in (query, key, value, attention_mask)]
@@ -147,7 +147,7 @@ def attend(module, query, key, value, attention_mask, **kwargs):
 def attend_in_groups(query, key, value, attention_mask, scaling):
     """The attention of one token, [R, 1, heads, D], whose query is [R, heads, 1, D] and whose keys have fewer heads.
 
-    Heads that share their keys are taken for as many tokens of one head, which all see what this one sees.
+    Heads that share their keys become several tokens of one head, under the same mask.
     """
     groups = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
     output = scaled_dot_product_attention(groups, key, value, attn_mask=attention_mask, scale=scaling)
@@ -217,7 +217,7 @@ FIXED_ROOM = 256  # tokens
 
 
 class FixedLayer(StaticLayer):
-    """A layer of a cache with so many columns, those of `keys` and `values` first; transformers writes into the others.
+    """A layer of a cache of so many columns: it begins with a copy of `keys` and `values`, and has room behind them.
 
     How many tokens it has is a tensor too, so that a captured step finds its place by itself. In mixed precision, which
     casts keys and values for attention, they are cast once.
@@ -235,9 +235,9 @@ class FixedLayer(StaticLayer):
 class Step:
     """The step of one token, whose tensors stay where they are: on a GPU it is captured (a CUDA graph), and replayed.
 
-    It is a cache to `forward`. All rows are computed; those that reorder_cache left are in the outputs. The first step
-    is run as it is, which loads the kernels; the second is captured. Where the room is used up, the layers grow, and it
-    is captured anew.
+    `forward` gets it as a cache, and calls `run`. Rows that reorder_cache drops are computed on, and not returned. The
+    first step is run as it is, which loads the kernels; the second is captured. Where the room is used up, the layers
+    grow, and it is captured anew.
     """
 
     def __init__(self, model, cache, attention_mask):
@@ -266,7 +266,7 @@ class Step:
         self.graph = None
         self.output = None
 
-    def run(self, input_ids, attention_mask, **options):
+    def run(self, input_ids, attention_mask, hidden):
         """The output of the rows that go on: input_ids [R, 1], and the attention_mask [R, S] of all their tokens."""
         S = attention_mask.shape[1]
         if S > self.attention_mask.shape[1]:
@@ -274,15 +274,16 @@ class Step:
         self.input_ids[self.rows] = input_ids
         self.attention_mask[self.rows, :S] = attention_mask
 
-        def compute():
-            cache_options = {"keep": 1, "use_cache": True}
-            return forward(self.model, self.input_ids, self.attention_mask, self.cache, **cache_options, **options)
+        def compute():  # with the layers, from transformers' own cache
+            options = {"keep": 1, "use_cache": True, "hidden": hidden}
+            return forward(self.model, self.input_ids, self.attention_mask, self.cache, **options)
 
-        if self.graph is None and self.output and input_ids.device.type == "cuda":
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+        if self.graph is None and self.output is not None and input_ids.device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
                 self.output = compute()
-        if self.graph:
+            self.graph = graph
+        if self.graph is not None:
             self.graph.replay()
         else:
             self.output = compute()
@@ -330,24 +331,25 @@ def check_padding(model, name):
 
 @torch.no_grad()
 def check_static_cache(model, name):
-    """Raise UserError where steps with a cache of fixed size fail, or compute something else."""
+    """Raise UserError where steps with a cache of fixed size can't be captured, or compute something else."""
+    refused = f"--static-cache: {name} can't be sampled from so"
+    if getattr(model, "recomputes", False):
+        raise UserError(f"{refused}: it takes no padding")
+    if not model._can_compile_fullgraph:  # GPT-Neo and MPT among them, which read columns that are not written yet
+        raise UserError(f"{refused}: transformers has no such cache for it")
     rows = padded_rows(model)
     if rows is None:
         return
-    reason = "it takes no padding" if getattr(model, "recomputes", False) else ""
     try:
         error = padding_error(model, *rows)
-    except Exception as failure:  # of whatever it is that can't be captured
-        reason = reason or one_line(failure)
-    else:
-        if not error <= largest_error(model):
-            reason = reason or f"its outputs are off by {error:.2g} standard deviations"
-    if reason:
-        raise UserError(f"--static-cache: {name} can't be sampled from so: {reason}")
+    except Exception as failure:  # of whatever it is that can't be captured; then the end of the capture fails too
+        raise UserError(f"{refused}: {one_line(failure.__context__ or failure)}") from failure
+    if not error <= largest_error(model):
+        raise UserError(f"{refused}: its outputs are off by {error:.2g} standard deviations")
 
 
 def padded_rows(model):
-    """Rows to try: ids and mask [3, S], and what is right at the last STEPS positions; None: there is no room."""
+    """Rows to try: ids and mask [3, S], and the outputs of each row alone at its last STEPS; None: there is no room."""
     config = model.config.get_text_config()
     longest = max(PROMPTS)
     if (getattr(config, "max_position_embeddings", None) or math.inf) < longest + STEPS:
