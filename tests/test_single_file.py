@@ -250,6 +250,7 @@ for each in (ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm):
 for each in IMPORTED:  # a flag of one module may be named by all of them
     FLAGS -= owned_flags(ast.parse((ROOT / each).read_text()))
 SCRIPT_FLAGS = {  # flags of the scripts themselves that a module names
+    "utils/distributed.py": {"rollout_buffer_size"},  # as all scripts call it
     "utils/models.py": {"model"},  # as all scripts call it
     "utils/run.py": {"num_train_epochs", "max_steps"},  # as all scripts call them
     "utils/stages.py": {"beta", "use_separate_reference_adapter"},  # without which there is no reference to keep
