@@ -332,20 +332,20 @@ def check_padding(model, name):
 @torch.no_grad()
 def check_static_cache(model, name):
     """Raise UserError where steps with a cache of fixed size can't be captured, or compute something else."""
-    refused = f"--static-cache: {name} can't be sampled from so"
+    subject = f"--static-cache: {name} can't be sampled from so"
     if getattr(model, "recomputes", False):
-        raise UserError(f"{refused}: it takes no padding")
+        raise UserError(f"{subject}: it takes no padding")
     if not model._can_compile_fullgraph:  # GPT-Neo and MPT among them, which read columns that are not written yet
-        raise UserError(f"{refused}: transformers has no such cache for it")
+        raise UserError(f"{subject}: transformers has no such cache for it")
     rows = padded_rows(model)
     if rows is None:
         return
     try:
         error = padding_error(model, *rows)
     except Exception as failure:  # of whatever it is that can't be captured; then the end of the capture fails too
-        raise UserError(f"{refused}: {one_line(failure.__context__ or failure)}") from failure
+        raise UserError(f"{subject}: {one_line(failure.__context__ or failure)}") from failure
     if not error <= largest_error(model):
-        raise UserError(f"{refused}: its outputs are off by {error:.2g} standard deviations")
+        raise UserError(f"{subject}: its outputs are off by {error:.2g} standard deviations")
 
 
 def padded_rows(model):

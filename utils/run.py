@@ -107,9 +107,9 @@ def run_folder(args, script, subject=None, may_change=(), may_grow=("num_train_e
     name = Path(script).stem
     if args.resume:
         folder = find_run(args.resume, name)
-        there = Path(read_json(folder / "config.json").get("script", name)).stem
-        if there != name:
-            raise UserError(f"--resume {args.resume} is a run of {there}.py, and goes on with that script")
+        owner = Path(read_json(folder / "config.json").get("script", name)).stem
+        if owner != name:
+            raise UserError(f"--resume {args.resume} is a run of {owner}.py, and goes on with that script")
         if args.overwrite:
             raise UserError(f"--resume {args.resume} keeps what is done, and --overwrite would not: give one of them")
         its_own = (None, str(folder), flags_of(folder, type(args))["output_dir"])
