@@ -97,8 +97,8 @@ def on_gpu(run, flags, model):
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     bytes_per_second = 2 * source.numel() / statistics.median(seconds)  # read and written
-    half = "bfloat16" in (flags.dtype, "bfloat16" if flags.mixed_precision == "bf16" else "")
-    weights = sum(x.numel() for x in model.parameters()) * (2 if half else 4)
+    is_half = flags.dtype == "bfloat16" or flags.mixed_precision == "bf16"
+    weights = sum(x.numel() for x in model.parameters()) * (2 if is_half else 4)  # bytes
     phases = {name: round(spent / flags.iterations, 2) for name, spent in run.totals.items()}
     return {
         "gpu": torch.cuda.get_device_name(),

@@ -53,9 +53,8 @@ def main():
     flags = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("it takes a GPU")
-    model = (
-        load_model(flags.folder, "folder", flags.dtype).cuda().requires_grad_(True)
-    )  # autocast casts only what learns once
+    model = load_model(flags.folder, "folder", flags.dtype).cuda()
+    model.requires_grad_(True)  # as an actor: autocast keeps the casts of what learns
     causal_lm.prepare(model, flags.folder, flags.mixed_precision)
     for num_rows in flags.rows:
         for static_cache in (False, True):

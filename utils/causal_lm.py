@@ -366,6 +366,7 @@ def padded_rows(model):
 
 
 def largest_error(model):
+    """How far outputs may be off, in standard deviations."""
     half = model.dtype != torch.float32 or getattr(model, "mixed_precision", "no") == "bf16"
     return LARGEST_ERROR_IN_HALF_PRECISION if half else LARGEST_ERROR
 
