@@ -24,8 +24,8 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-from utils import adapters, causal_lm
-from utils.models import locate
+from utils.models import adapters, causal_lm
+from utils.models.loading import locate
 
 SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
 PRINTED = ("ippo", "iac", "ppo")  # maac and magrpo sample and learn with functions of iac and ippo; the tests try them

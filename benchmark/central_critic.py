@@ -25,7 +25,7 @@ from utils import plot
 from utils.benchmark import Failed, Job, check_seeds, finished, run_jobs
 from utils.cli import UserError, command_line, flags
 from utils.files import read_rows, writing
-from utils.report import smooth
+from utils.run.report import smooth
 from utils.tasks import build
 
 HERE = Path(__file__).resolve().parent

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from benchmark.peer_run import PeerRun, reference_logprob
 from utils.cli import UserError
-from utils.models import locate
+from utils.models.loading import locate
 from utils.tasks import batches, load_task
 from utils.tasks.episodes import Episodes
 

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from benchmark.peer_run import PeerRun, reference_logprob
 from utils.cli import UserError
 from utils.envs import guess
-from utils.models import locate
+from utils.models.loading import locate
 from utils.tasks import load_task
 from utils.tasks.episodes import Episodes
 

@@ -9,7 +9,7 @@ import torch
 
 from utils.cli import UserError
 from utils.files import in_columns, lock, write_whole, writing
-from utils.run import git_commit, versions
+from utils.run.folder import git_commit, versions
 
 
 class PeerRun:

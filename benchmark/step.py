@@ -17,8 +17,8 @@ import torch
 from torch.nn.functional import pad
 
 from benchmark.peer_speed import model_folder
-from utils import causal_lm
-from utils.models import load_model
+from utils.models import causal_lm
+from utils.models.loading import load_model
 
 PROMPT = 48  # tokens
 STEPS = 42

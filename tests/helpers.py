@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import ippo_llm
 import ppo_llm
 import utils.run
-from utils.models import locate
-from utils.report import draw_curves
+from utils.models.loading import locate
+from utils.run.report import draw_curves
 from utils.tasks import tldr
 
 PLACE = r" [(]\w+[.]py:\d+[)]"  # of an error in a user's code, in a message

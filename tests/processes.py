@@ -26,9 +26,9 @@ import maac_llm
 import magrpo_llm
 import ppo_llm
 import utils.run
-from utils import checkpoint
 from utils.cli import command_line, parse
 from utils.files import read_rows
+from utils.run import checkpoint
 from utils.same import compare
 
 ROOT = Path(__file__).resolve().parent.parent

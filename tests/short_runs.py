@@ -15,8 +15,8 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-from utils.checkpoint import check_whole, checkpoints
-from utils.models import locate
+from utils.models.loading import locate
+from utils.run.checkpoint import check_whole, checkpoints
 from utils.same import timeless
 from utils.tasks import number
 

@@ -7,8 +7,8 @@ import torch
 from helpers import make_team, randomise_adapters, tiny_base
 from safetensors.torch import load_file, save_file
 
-from utils import adapters, stages
 from utils.cli import UserError
+from utils.models import adapters, stages
 
 
 @pytest.fixture

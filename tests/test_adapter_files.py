@@ -19,8 +19,9 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
-from utils import adapters, checkpoint, stages
 from utils.cli import UserError
+from utils.models import adapters, stages
+from utils.run import checkpoint
 
 ROLES = ("actor", "critic", "reference")
 FILES = """actor/adapter_config.json actor/adapter_model.safetensors critic/adapter_config.json

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import TINY_IDS, make_team, make_team_args, randomise_adapters, same_tensors, tiny_logits
 
-from utils import adapters, lora
-from utils.checkpoint import fingerprint
 from utils.cli import UserError
+from utils.models import adapters, lora
+from utils.models.weights import fingerprint
 
 NAMES = [f"agent_{i}_{role}" for i in range(2) for role in ("actor", "critic", "reference")]
 

@@ -20,7 +20,7 @@ from helpers import (
 
 import ippo_llm
 from ippo_llm import ippo_loss, learn, minibatches, optimizer_step, sample, standardise, token_rewards
-from utils.metrics import explained_variance
+from utils.run.metrics import explained_variance
 
 CRITICS = pytest.mark.parametrize("critic", ["separate", "head"])
 PLAIN = {"reward_normalization": False, "advantage_normalization": False, "value_clip_range": None, "kl_coef": 0.0}

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_llm
 from benchmark import architectures
-from utils import causal_lm, enjoy
-from utils.models import from_pretrained
+from utils import enjoy
+from utils.models import causal_lm
+from utils.models.loading import from_pretrained
 
 UNPADDED = {"minimax", "recurrent_gemma", "rwkv"}  # that take no padding on the left, or no cache
 APART = {"glm4_moe", "deepseek_v3", "qwen3_next"}  # whose experts have adapters in one tensor, which are not merged

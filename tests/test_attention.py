@@ -10,7 +10,7 @@ from processes import ROOT
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from utils import causal_lm
+from utils.models import causal_lm
 
 SHAPE = (2, 3, 7, 8)  # rows, heads, tokens, head width
 
@@ -84,7 +84,7 @@ import ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from utils import causal_lm
+from utils.models import causal_lm
 print(ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward)
 model = AutoModelForCausalLM.from_pretrained("utils/tiny_lm")
 causal_lm.prepare(model, "the model")

@@ -5,8 +5,8 @@ import torch
 from short_runs import every_script, train
 
 from benchmark import architectures
-from utils import causal_lm
 from utils.cli import UserError
+from utils.models import causal_lm
 
 STEPS = causal_lm.ROOM + 6
 

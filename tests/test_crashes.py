@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 from processes import Process, assert_same, command, contents, finish, saved_steps, start
 
-from utils import checkpoint
+from utils.run import checkpoint
 
 CRASHED = 99  # the exit code of a process that `crash_at` ended
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree", "shutil.move"}

@@ -8,8 +8,8 @@ import shutil
 import pytest
 from processes import assert_same, command, finish, resume_here
 
-from utils import checkpoint
 from utils.cli import UserError
+from utils.run import checkpoint
 
 CASES = ["ippo head 1 number", "ppo guess"]
 

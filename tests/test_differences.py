@@ -18,9 +18,9 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-from utils import adapters
 from utils.cli import UserError, flag_name
 from utils.load import load
+from utils.models import adapters
 from utils.population import PopulationArgs
 from utils.tasks import load_task
 

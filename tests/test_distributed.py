@@ -12,7 +12,7 @@ from processes import ROOT, finish_two_works
 
 from utils import distributed
 from utils.cli import UserError
-from utils.metrics import team_metrics
+from utils.run.metrics import team_metrics
 
 NUMBERS = torch.tensor([[1.0, -2.0, 3.5, 0.25], [8.0, 0.5, -1.0, 2.0]])  # those of each process
 TARGETS = torch.tensor([[1.0, 0.0], [0.5, -1.0]])

@@ -22,7 +22,7 @@ import ppo_llm
 from utils import enjoy
 from utils.cli import TaskError, UserError, parse
 from utils.envs.guess import Env
-from utils.prompts import render
+from utils.models.prompts import render
 from utils.tasks import number, tldr
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -42,7 +42,7 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-from utils import adapters
+from utils.models import adapters
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),  # peft, about GPT-2's layers

@@ -170,7 +170,7 @@ def test_a_fork_that_was_cut_off_while_it_was_made_is_made_again(monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("utils.fork.shutil.copytree", full)
+        patch.setattr("utils.run.fork.shutil.copytree", full)
         with pytest.raises(
             UserError, match="^--fork: first/checkpoints/update_000002 can't be copied: .*No space left"
         ):
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_copied_is_one_line(monkeypatch
         shutil.rmtree(source)
         raise shutil.Error([("a file", "its copy", "No such file or directory")])
 
-    monkeypatch.setattr("utils.fork.shutil.copytree", remove)
+    monkeypatch.setattr("utils.run.fork.shutil.copytree", remove)
     with pytest.raises(UserError, match="^--fork: first/checkpoints/update_000003 can't be copied: that run goes on"):
         train("ippo", folder="fork", fork="first", num_train_epochs=2)
 

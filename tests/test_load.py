@@ -11,8 +11,8 @@ from helpers import all_parameters, same_tensors
 from short_runs import IN_ENV, SCRIPTS, every_script, install_env, small_model, train
 from short_runs import Env as Counting
 
-from utils.checkpoint import remove
 from utils.cli import UserError
+from utils.files import remove
 from utils.load import load
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

@@ -15,7 +15,7 @@ import ippo_llm
 import ppo_llm
 from utils import merge_adapter
 from utils.cli import UserError
-from utils.models import locate
+from utils.models.loading import locate
 
 
 @pytest.fixture

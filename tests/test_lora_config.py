@@ -20,11 +20,12 @@ from short_runs import assert_same_run, train
 from transformers import AutoModelForCausalLM
 
 import ppo_llm
-from utils import adapters, checkpoint
-from utils.checkpoint import fingerprint
 from utils.cli import UserError
 from utils.merge_adapter import Args as MergeArgs
 from utils.merge_adapter import main as merge_adapter
+from utils.models import adapters
+from utils.models.weights import fingerprint
+from utils.run import checkpoint
 
 FIELDS = {  # and how many tensors an adapter has on the two layers of tiny_base
     "the rank": ({"r": 3, "lora_alpha": 4.5}, 28),

@@ -9,7 +9,7 @@ from short_runs import train
 
 import magrpo_llm
 from utils.cli import UserError
-from utils.metrics import count_new_tokens
+from utils.run.metrics import count_new_tokens
 from utils.tasks import number
 
 CPU = torch.device("cpu")

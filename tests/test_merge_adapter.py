@@ -9,9 +9,9 @@ import torch
 from helpers import TINY, make_team, randomise_adapters, tiny_base, tiny_logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from utils import adapters
 from utils.cli import UserError
 from utils.merge_adapter import Args, main
+from utils.models import adapters
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,7 +9,7 @@ from helpers import TINY_IDS, make_ppo_args, make_team, randomise_adapters, tiny
 
 import ppo_llm
 from benchmark import architectures
-from utils import adapters
+from utils.models import adapters
 from utils.rollouts import Rows
 
 

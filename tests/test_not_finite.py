@@ -6,8 +6,8 @@ import pytest
 from helpers import read_metrics
 from short_runs import LOSSES, SCRIPTS, assert_one_line, every_script, saved_state, tensor_files, train
 
-from utils.checkpoint import checkpoints
 from utils.cli import UserError
+from utils.run.checkpoint import checkpoints
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

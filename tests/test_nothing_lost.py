@@ -24,9 +24,10 @@ from processes import (
 from safetensors.torch import save_file
 
 import utils.run
-from utils import checkpoint, distributed
+from utils import distributed
 from utils.cli import UserError
 from utils.files import read_rows
+from utils.run import checkpoint
 
 CASE = "iac head 1 number"
 

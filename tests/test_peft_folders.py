@@ -17,8 +17,8 @@ from helpers import (
     tiny_logits,
 )
 
-from utils import adapters
 from utils.cli import UserError
+from utils.models import adapters
 
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"}

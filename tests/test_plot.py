@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 
 from utils import plot
 from utils.cli import UserError, command_line
-from utils.report import COLORS
+from utils.run.report import COLORS
 
 UPDATES = 20
 

@@ -22,8 +22,8 @@ from short_runs import FLAGS, SCRIPTS
 
 from utils import population
 from utils.cli import UserError, flag_name
-from utils.fork import OF_AGENTS, OF_DATA
 from utils.run import OF_FOLDER
+from utils.run.fork import OF_AGENTS, OF_DATA
 from utils.same import compare
 
 # A script with the flags of a run, without the model: an update adds --lr to the reward. Its faults are the test's.

@@ -19,7 +19,7 @@ from helpers import (
 )
 
 import ppo_llm
-from utils import adapters
+from utils.models import adapters
 
 IDS = torch.arange(5, 45).reshape(2, 20)
 

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 import ppo_llm
 from utils import envs
 from utils.cli import TaskError, UserError
-from utils.prompts import render
+from utils.models.prompts import render
 from utils.tasks import number
 
 

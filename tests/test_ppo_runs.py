@@ -8,7 +8,7 @@ from helpers import TINY_IDS, read_metrics
 from short_runs import small_model, train
 
 import utils.plot
-from utils import adapters
+from utils.models import adapters
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

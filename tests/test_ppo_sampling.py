@@ -5,7 +5,7 @@ import torch
 from helpers import make_ppo_agents, make_ppo_args, seeded
 
 import ppo_llm
-from utils import adapters
+from utils.models import adapters
 
 LENGTH = 16
 

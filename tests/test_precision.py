@@ -8,7 +8,7 @@ import iac_llm
 import ippo_llm
 import maac_llm
 import magrpo_llm
-from utils import causal_lm
+from utils.models import causal_lm
 
 SMALL = {"train_size": 16, "eval_interval": 0}
 

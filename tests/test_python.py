@@ -31,7 +31,7 @@ import ippo_llm
 import maac_llm
 import ppo_llm
 from utils.cli import TaskError, UserError
-from utils.prompts import render
+from utils.models.prompts import render
 from utils.tasks import load_items, number
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from utils.checkpoint import random_state, restore_random_state
+from utils.run.checkpoint import random_state, restore_random_state
 
 
 class GPUs:

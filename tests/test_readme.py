@@ -19,8 +19,8 @@ import ippo_llm
 import ppo_llm
 from utils import enjoy
 from utils.cli import parse
-from utils.engine import VllmArgs
-from utils.models import LoadingArgs
+from utils.models.engine import VllmArgs
+from utils.models.loading import LoadingArgs
 from utils.run import FolderArgs
 from utils.same import timeless
 from utils.tasks import BUILT_IN, TaskArgs, import_file, tldr

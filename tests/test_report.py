@@ -4,7 +4,7 @@ import pytest
 
 from utils import distributed
 from utils.cli import UserError, one_line
-from utils.report import draw_curves, side_by_side
+from utils.run.report import draw_curves, side_by_side
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07 fine"
 

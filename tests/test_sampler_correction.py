@@ -23,10 +23,10 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-from utils import engine
 from utils.cli import UserError
-from utils.metrics import sampler_metrics
+from utils.models import engine
 from utils.run import Run
+from utils.run.metrics import sampler_metrics
 
 GRANULARITY = pytest.mark.parametrize("action_granularity", ["token", "turn"])
 

@@ -26,8 +26,9 @@ import iac_llm
 import ippo_llm
 import maac_llm
 import magrpo_llm
-from utils import adapters, distributed, sharding
+from utils import distributed
 from utils.cli import UserError
+from utils.models import adapters, sharding
 
 TASK = """
 import datasets

@@ -253,7 +253,7 @@ SCRIPT_FLAGS = {  # flags of the scripts themselves that a module names
     "utils/distributed.py": {"rollout_buffer_size"},  # as all scripts call it
     "utils/models.py": {"model"},  # as all scripts call it
     "utils/run.py": {"num_train_epochs", "max_steps"},  # as all scripts call them
-    "utils/stages.py": {"beta", "use_separate_reference_adapter"},  # without which there is no reference to keep
+    "utils/models/stages.py": {"beta", "use_separate_reference_adapter"},  # without which there is no reference to keep
     "utils/tasks/__init__.py": {"rollout_buffer_size"},  # as all scripts call it
     "utils/tasks/lengths.py": {"model", "max_model_len"},  # the second of which a script may have or not
 }

@@ -13,9 +13,9 @@ from short_runs import ADAPTERS, assert_same_run, small_model, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_llm
-from utils import adapters
-from utils.checkpoint import fingerprint, read_tensors
 from utils.cli import UserError
+from utils.models import adapters
+from utils.models.weights import fingerprint, read_tensors
 
 
 @pytest.fixture

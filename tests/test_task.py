@@ -7,7 +7,7 @@ import pytest
 
 from utils import tasks
 from utils.cli import UserError
-from utils.prompts import render
+from utils.models.prompts import render
 from utils.tasks import Episodes, TaskArgs, batches, load_items, load_task, optimum, tldr
 from utils.tasks.tldr import eval_dataset, formatters, pair_reward, reward_func, train_dataset
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 import iac_llm
 import ippo_llm
 import ppo_llm
-from utils import engine
 from utils.cli import UserError
-from utils.engine import Engine
+from utils.models import engine
+from utils.models.engine import Engine
 
 pytestmark = pytest.mark.vllm
 TEAM = pytest.mark.parametrize("script", [ippo_llm, iac_llm], ids=["ippo", "iac"])

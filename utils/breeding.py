@@ -23,7 +23,7 @@ from ray.tune.schedulers import PopulationBasedTraining
 from utils.benchmark import Failed, last_line
 from utils.cli import UserError, one_line
 from utils.files import read_json
-from utils.report import HELD_OUT
+from utils.run.report import EVAL_REWARD
 
 FACTORS = (0.8, 1.2)  # by which a value is multiplied
 LOST = -math.inf  # the score of a member whose run failed: behind all others
@@ -152,7 +152,7 @@ def fitness(plan, folder, begin, end):
     """The last value of the metric in the updates after `begin`, up to `end`. Raises UserError."""
     with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))[begin:end]
-    names = [plan["metric"]] if plan["metric"] else HELD_OUT
+    names = [plan["metric"]] if plan["metric"] else [EVAL_REWARD]
     values = [(name, float(row[name])) for row in rows for name in names if row.get(name)]
     if not values:
         raise UserError(f"no {' or '.join(names)} in updates {begin + 1} to {end}")

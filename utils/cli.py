@@ -1,15 +1,22 @@
 """The command line: flags from a dataclass, grouped in --help; those of a run that is resumed; errors of one line."""
 
+import ast
 import contextlib
+import copy
 import dataclasses
 import functools
+import inspect
 import io
 import json
+import math
 import os
 import re
 import sys
 import sysconfig
+import textwrap
+import tokenize
 import traceback
+import typing
 import unicodedata
 from pathlib import Path
 from typing import Annotated
@@ -65,19 +72,56 @@ def describe(error, most=200):
 
 # --- Flags ------------------------------------------------------------------------------------------------------------
 
+PositiveOrInf = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=True)]
+
+# Names that other libraries have for our flags, taken on the command line and from Python
+ALIASES = {
+    "max_steps": "max_episodes",
+    "per_device_train_batch_size": "micro_batch_size",
+    "micro_batch_size_per_gpu": "micro_batch_size",
+    "batch_size": "mini_batch_size",
+    "train_batch_size": "mini_batch_size",
+    "ppo_epochs": "update_epochs",
+    "update_epochs": "ppo_epochs",
+    "vf_coef": "value_loss_coef",
+    "ent_coef": "entropy_coef",
+    "adv_whitening": "advantage_normalization",
+    "lr_actor": "actor_learning_rate",
+    "agent_learning_rate": "actor_learning_rate",
+    "lr_critic": "critic_learning_rate",
+    "max_output_tokens": "max_new_tokens",
+    "max_turns": "num_turns",
+    "evaluation_interval": "eval_interval",
+    "eval_loop": "eval_size",
+    "discount": "gamma",
+    "beta": "kl_loss_coef",
+}
+
+
+def aliases_of(Args):
+    """Of the aliases, {alias: flag}, those of flags that a class has."""
+    names = {field.name for field in dataclasses.fields(Args)}
+    return {alias: name for alias, name in ALIASES.items() if name in names and alias not in names}
+
 
 def flags(cls):
     """Make a class a pydantic dataclass of flags: a value that its annotation does not take is a UserError of one line.
 
     This holds for arguments from Python too, where an int may stand for a float, and a list, or one string, for a
-    tuple. Numbers are those that float32 and int32 can hold: floats are finite, 0 or of a size from 1e-30 to 1e30.
+    tuple. Numbers are those that float32 and int32 can hold: floats are finite (but for PositiveOrInf), 0 or of a size
+    from 1e-30 to 1e30.
     """
     config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
     cls = pydantic.dataclasses.dataclass(config=config)(cls)
     check = cls.__init__
+    aliases = aliases_of(cls)
 
     @functools.wraps(check)
     def __init__(self, *values, **named):
+        for alias in named.keys() & aliases.keys():
+            if aliases[alias] in named:
+                raise UserError(given_twice(alias, aliases[alias]))
+            named[aliases[alias]] = named.pop(alias)
         for field in dataclasses.fields(cls):
             value = named.get(field.name)
             if isinstance(value, list):
@@ -95,12 +139,16 @@ def flags(cls):
     return cls
 
 
+def given_twice(name, other):
+    return f"{flag_name(name)} and {flag_name(other)} are one flag: give one of them"
+
+
 def check_sizes(args):
     """Raise UserError for a number that int32 or float32 can't hold."""
     for name, value in vars(args).items():
         if isinstance(value, int) and abs(value) >= 2**31:
             raise UserError(refusal(name, "Input should be at most 2147483647", value))
-        if isinstance(value, float) and value != 0 and not 1e-30 <= abs(value) <= 1e30:
+        if isinstance(value, float) and value not in (0, math.inf) and not 1e-30 <= abs(value) <= 1e30:
             raise UserError(refusal(name, "Input should be 0 or of a size from 1e-30 to 1e30", value))
 
 
@@ -158,18 +206,15 @@ def void_flag(default, conditions):
     return dataclasses.field(**value, metadata={"void": conditions})
 
 
-def check_needs(args, more=None):
-    """Raise UserError for a flag that has no effect, by its default from `needs` or `not_with`, or {name: other}.
+def check_needs(args):
+    """Raise UserError for a flag that has no effect, by its default from `needs` or `not_with`.
 
     A flag counts where it is not its default; the other is off where it is None, False, 0 or empty.
     """
     default = type(args)()
     for field in dataclasses.fields(args):
         if getattr(args, field.name) != getattr(default, field.name):
-            conditions = list(field.metadata.get("void", ()))
-            if more and field.name in more:
-                conditions.append((more[field.name], False))
-            for other, void in conditions:
+            for other, void in field.metadata.get("void", ()):
                 if bool(getattr(args, other)) == void:
                     beside = "with" if void else "without"
                     raise UserError(f"{flag_name(field.name)} has no effect {beside} {flag_name(other)}")
@@ -183,9 +228,9 @@ OF_FOLDER = {"output_dir": None, "overwrite": False, "resume": None, "wandb_run_
 
 
 def parse(Args, argv=None, description=None, script=None):
-    """Args from the command line. Each dataclass that Args inherits from is a group of --help under its docstring.
+    """Args from the command line. Raises UserError.
 
-    With --resume or --fork, flags that are not given are those of the run. Raises UserError.
+    With --resume or --fork, flags that are not given are those of the run.
     """
     args = parse_flags(Args, argv, description, {})
     if getattr(args, "resume", None):
@@ -202,14 +247,18 @@ def parse(Args, argv=None, description=None, script=None):
 
 def parse_flags(Args, argv, description, defaults):
     """Args from the command line; `defaults` are {name: value} in place of those of the class."""
-    groups = [base for base in Args.__mro__ if dataclasses.is_dataclass(base) and base is not Args]
-    fields = []
-    for group in groups:
-        names = {field.name for field in dataclasses.fields(group)}
-        own_defaults = {name: value for name, value in defaults.items() if name in names}
-        factory = functools.partial(group, **own_defaults)
-        fields.append((title(group), tyro.conf.OmitArgPrefixes[group], dataclasses.field(default_factory=factory)))
-    nested = dataclasses.make_dataclass("Args", fields)
+    argv = without_aliases(sys.argv[1:] if argv is None else argv, aliases_of(Args))
+    defaults = vars(Args()) | defaults
+    groups = []
+    for title, (doc, helps) in help_groups(Args).items():
+        fields = []
+        for name, (annotation, text) in helps.items():
+            factory = functools.partial(copy.copy, defaults[name])
+            annotation = Annotated[annotation, tyro.conf.arg(help=text)]
+            fields.append((name, annotation, dataclasses.field(default_factory=factory)))
+        group = dataclasses.make_dataclass(title, fields, namespace={"__doc__": doc})
+        groups.append((title, tyro.conf.OmitArgPrefixes[group], dataclasses.field(default_factory=group)))
+    nested = dataclasses.make_dataclass("Args", groups)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -224,13 +273,92 @@ def parse_flags(Args, argv, description, defaults):
         similar = re.search(r"Perhaps you meant:\s*(--[\w-]+)", " ".join(more))
         raise UserError(message + (f"; did you mean {similar[1]}?" if similar else "")) from None
     values = {}
-    for group in groups:
-        values |= vars(getattr(parsed, title(group)))
+    for group in vars(parsed).values():
+        values |= vars(group)
     return Args(**values)
 
 
-def title(group):
-    return re.sub("(?<=[a-z])(?=[A-Z])", "_", group.__name__.removesuffix("Args")).lower()
+def without_aliases(argv, aliases):
+    """Arguments with our names of the flags in place of aliases. Raises UserError where both are given."""
+    renamed = []
+    given = {}  # by our name, the name it had
+    for argument in argv:
+        match = re.fullmatch(r"--(no[-_])?([\w-]+)(=.*)?", argument, re.DOTALL)
+        if match:
+            no, name, value = match[1] or "", match[2].replace("-", "_"), match[3] or ""
+            flag = aliases.get(name, name)
+            if given.setdefault(flag, name) != name:
+                raise UserError(given_twice(given[flag], name))
+            if flag != name:
+                argument = "--" + no + flag.replace("_", "-") + value
+        renamed.append(argument)
+    return renamed
+
+
+def help_groups(Args):
+    """The groups of flags in --help: {title: (text, {name: (annotation, help)})}.
+
+    They are the class's own fields up to its first title, then those under each title, then those of each dataclass
+    that it inherits from. A title is a comment that follows an empty line, a field's help the comment beside it or the
+    one right above.
+    """
+    groups = {}
+    hints = typing.get_type_hints(Args, include_extras=True)
+    seen = set()
+    also = {}
+    for alias, name in aliases_of(Args).items():
+        also.setdefault(name, []).append(flag_name(alias))
+    for cls in Args.__mro__:
+        if not dataclasses.is_dataclass(cls):
+            continue
+        first = title_of(cls)
+        for name, (title, text) in comments_of(cls).items():
+            if name in hints and name not in seen:
+                seen.add(name)
+                text += f" (also {', '.join(also[name])})" if name in also else ""
+                key = re.sub(r"\W+", "_", title.lower()).strip("_") if title else first
+                _, helps = groups.setdefault(key, (inspect.getdoc(cls) if key == first else None, {}))
+                helps[name] = (hints[name], text)
+    return groups
+
+
+def title_of(cls):
+    """The title of a class's flags: own_flags for OwnFlagsArgs, and the module's name for Args."""
+    name = cls.__name__.removesuffix("Args")
+    if not name:
+        module = sys.modules[cls.__module__]
+        stem = re.sub(r"\W+", "_", Path(getattr(module, "__file__", None) or cls.__module__).stem)
+        return stem if stem.isidentifier() else f"script_{stem}"
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+def comments_of(cls):
+    """{name: (title, help)} of the fields that stand in a class itself, from its source, if that can be had."""
+    own = inspect.get_annotations(cls)
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):
+        return dict.fromkeys(own, (None, ""))
+    comments = {}  # by row
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.string.lstrip("# ")
+    lines = ["", *source.splitlines()]
+    found = {}
+    title = None
+    row = 1  # after the field before
+    for node in ast.parse(source).body[0].body:
+        if isinstance(node, ast.AnnAssign):
+            texts = []
+            for above in range(row, node.lineno):
+                if above in comments and not lines[above - 1].strip():
+                    title, texts = comments[above], []
+                elif above in comments:
+                    texts.append(comments[above])
+            texts += [comments[k] for k in range(node.lineno, node.end_lineno + 1) if k in comments]
+            found[node.target.id] = (title, " ".join(texts))
+        row = node.end_lineno + 1
+    return dict.fromkeys(own, (None, "")) | found
 
 
 def run_of(fork):

@@ -1,6 +1,7 @@
 """Processes that train together, one for each device: which of them this is, and means and sums over all of them."""
 
 import atexit
+import builtins
 import contextlib
 import os
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from utils.cli import UserError, check_needs, flag_name, one_line, printable
+from utils.cli import UserError, check_needs, one_line, printable
 
 # Under which names MPI's launchers announce a process: its rank, its rank on this machine, the number of processes
 MPI = [
@@ -25,21 +26,27 @@ class ProcessError(UserError):
     exit_code = 1
 
 
-def start():
-    """The device of this process, cuda:LOCAL_RANK or cpu. The first call starts the group of several processes.
+class NotFinite(UserError):
+    """The gradient is not finite, in all processes at once, and no weight has it yet."""
 
-    RANK, LOCAL_RANK and WORLD_SIZE come from torchrun, accelerate launch or MPI. Raises UserError where a launcher
-    announces several processes in another way, and where the machine has fewer GPUs than processes.
+    exit_code = 1
+
+
+def start(args):
+    """Start the group of several processes, and check the flags. Raises UserError.
+
+    RANK, LOCAL_RANK and WORLD_SIZE come from torchrun, accelerate launch or MPI. Refused are flags that do not go
+    together, a launcher that announces several processes in another way, and fewer GPUs than processes.
     """
     if "WORLD_SIZE" not in os.environ:
         take_over_mpi()
         refuse_other_launchers()
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    device = device_of(int(os.environ.get("LOCAL_RANK", 0)) if several else 0)
-    if several and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    here = device()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if here.type == "cuda" else "gloo")
         atexit.register(stop)
-    return device
+    check_restarts(args)
+    check_flags(args)
 
 
 def stop():
@@ -75,8 +82,10 @@ def wants_cpu():
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
 
 
-def device_of(local_rank):
-    """The device of a process by its rank on this machine. Raises UserError."""
+def device():
+    """The device of this process: cuda:LOCAL_RANK, or cpu. Raises UserError."""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if several else 0
     if wants_cpu() or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
@@ -85,23 +94,28 @@ def device_of(local_rank):
     return torch.device("cuda", local_rank)
 
 
-def check_flags(args, multiples=(), needs=None):
-    """Raise UserError for flags that have no effect, and for those that this number of processes can't follow.
+def check_flags(args):
+    """Raise UserError for flags that do not go together, or that this number of processes can't follow.
 
-    `multiples` are the names of flags that take a multiple of the number of processes; `needs`, {name: other}, has
-    flags that need another one here.
+    A class of flags that has a method `check` is asked too.
     """
-    check_needs(args, needs)
+    check_needs(args)
+    for group in type(args).__mro__:
+        if "check" in vars(group):
+            group.check(args)
     processes = world_size()
     if args.shard and processes == 1:
         raise UserError("--shard takes several processes, and this is one: start them with torchrun, or add --no-shard")
-    if args.rollout_buffer_size == 1 and getattr(args, "reward_normalization", False):
-        mend = "take more, or --no-reward-normalization --no-advantage-normalization"
-        raise UserError(f"--rollout-buffer-size 1: a reward less its own mean is 0, and teaches nothing; {mend}")
-    for name in multiples:
-        if getattr(args, name) % processes:
-            takes = f"a multiple of {processes} processes"
-            raise UserError(f"{flag_name(name)} takes {takes}, got {getattr(args, name)}")
+    normalised = [name for name in ("reward_normalization", "advantage_normalization") if getattr(args, name, False)]
+    if args.rollout_buffer_size == 1 and normalised:
+        mend = " ".join(f"--no-{name.replace('_', '-')}" for name in normalised)
+        raise UserError(f"--rollout-buffer-size 1: a single reward has no standard deviation; take more, or {mend}")
+    divisor = getattr(args, "num_generations", 1) * processes
+    if args.rollout_buffer_size % divisor:
+        takes = f"a multiple of generations x processes, {divisor}"
+        raise UserError(f"--rollout-buffer-size takes {takes}, got {args.rollout_buffer_size}")
+    if getattr(args, "mini_batch_size", 0) % processes:
+        raise UserError(f"--mini-batch-size takes a multiple of {processes} processes, got {args.mini_batch_size}")
 
 
 def check_restarts(args):
@@ -123,9 +137,14 @@ def seconds_to_stop():
     return int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
 
 
-def generator(seed, device):
-    """A random generator of torch of this process's own: those of the same seed differ by the rank."""
-    return torch.Generator(device).manual_seed(seed + 1_000_003 * rank())
+def generator(seed):
+    """A random generator of torch, on this process's device: those of the same seed differ by the rank."""
+    return torch.Generator(device()).manual_seed(seed + 1_000_003 * rank())
+
+
+def share(items):
+    """This process's part of a list."""
+    return items[rank() :: world_size()]
 
 
 def rank():
@@ -152,7 +171,10 @@ def among_processes():
         raise ProcessError(f"another process of this run has ended: {one_line(error)}") from error
 
 
-def total(x):
+# sum, mean and max are called by the module's name
+
+
+def sum(x):
     """The sum of a tensor of one shape over the processes; x itself with one process. Carries no gradient.
 
     Raises ProcessError where another process has ended, as all exchange between the processes does.
@@ -167,7 +189,20 @@ def total(x):
 
 def mean(x):
     """The mean of a tensor of one shape over the processes; x itself with one process. Carries no gradient."""
-    return x if world_size() == 1 else total(x) / world_size()
+    return x if world_size() == 1 else sum(x) / world_size()
+
+
+def max(x):
+    """The largest number, an int, in tensors of any shape over all processes; 0 where they are empty."""
+    return builtins.max(gather_objects(int(x.max()) if x.numel() else 0))
+
+
+def mean_std(x, mask):
+    """Mean and standard deviation of x where the mask is 1, over all processes; 0 where it is nowhere 1."""
+    count = sum(mask.sum()).clamp(min=1)
+    mean = sum((x * mask).sum()) / count
+    variance = sum(((x - mean) ** 2 * mask).sum()) / count
+    return mean, variance.sqrt()
 
 
 def mean_by_name(numbers):
@@ -179,7 +214,7 @@ def mean_by_name(numbers):
     means = {}
     for name in dict.fromkeys(name for there in everywhere for name in there):
         found = [there[name] for there in everywhere if name in there]
-        means[name] = sum(found) / len(found)
+        means[name] = builtins.sum(found) / len(found)
     return means
 
 
@@ -214,22 +249,45 @@ def decide(act):
     return decision
 
 
-def average_gradients(parameters):
-    """Average gradients over the processes, in place. Where only some processes have one, it is 0 in the others.
+def clip_gradients(optimizer, max_norm):
+    """Average the gradients of an optimiser's parameters over the processes, and clip their norm; returns the norm.
 
-    Those of sharded parameters are averages already.
+    Raises NotFinite where that is not finite.
     """
-    if world_size() == 1:
-        return
-    parameters = [x for x in parameters if not isinstance(x, DTensor)]
-    if not parameters:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    average_gradients([x for x in parameters if not isinstance(x, DTensor)])  # those of sharded ones are averages
+    norm = gradient_norm(parameters)
+    if not norm.isfinite():
+        raise NotFinite("the gradient is not finite: lower the learning rates (--actor-learning-rate ...)")
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=False if has_parts(parameters) else None)
+    return norm
+
+
+def average_gradients(parameters):
+    """Average gradients over the processes, in place. Where only some processes have one, it is 0 in the others."""
+    if world_size() == 1 or not parameters:
         return
     here = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=parameters[0].device)
-    for parameter, processes in zip(parameters, total(here).tolist()):
+    for parameter, processes in zip(parameters, sum(here).tolist()):
         if processes > 0:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad.copy_(mean(parameter.grad))
+
+
+def has_parts(parameters):
+    return any(isinstance(x.grad, DTensor) for x in parameters)
+
+
+def gradient_norm(parameters):
+    """The norm of the gradients of all parameters, sharded and whole ones."""
+    wholes = [x.grad for x in parameters if x.grad is not None and not isinstance(x.grad, DTensor)]
+    norm = torch.nn.utils.get_total_norm(wholes)
+    if not has_parts(parameters):
+        return norm
+    parts = [x.grad.to_local() for x in parameters if isinstance(x.grad, DTensor)]
+    square = sum(torch.nn.utils.get_total_norm(parts) ** 2)
+    return (square + norm.to(square) ** 2).sqrt()
 
 
 def say(text):

@@ -28,17 +28,17 @@ import transformers
 import tyro
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from utils.adapters import add_adapters, check_base, load_adapter
-from utils.causal_lm import prepare
 from utils.cli import UserError, command_line, flags, one_line, printable
-from utils.engine import max_length
 from utils.envs import BUILT_IN as BUILT_IN_ENVS
 from utils.envs import Games, load_env
 from utils.files import WriteError, read_json, read_rows, write_whole
-from utils.lora import read_config
-from utils.models import check_model, load_model, load_tokenizer, per_agent
-from utils.prompts import end_tokens, pad_left, render, reply
-from utils.report import HELD_OUT, draw_curves
+from utils.models.adapters import add_adapters, check_base, load_adapter
+from utils.models.causal_lm import prepare
+from utils.models.engine import max_length
+from utils.models.loading import check_model, load_model, load_tokenizer, per_agent
+from utils.models.lora import read_config
+from utils.models.prompts import end_tokens, pad_left, render, reply
+from utils.run.report import EVAL_REWARD, draw_curves
 from utils.tasks import BUILT_IN as BUILT_IN_TASKS
 from utils.tasks import load_items, load_task
 from utils.tasks.episodes import Episodes, call
@@ -524,11 +524,8 @@ def number(value):
 def held_out_rewards(run):
     """The run's own rewards on all its held-out items, before and after, by team; nothing where it has not both."""
     rows = read_rows(run / "metrics.csv")
-    for name in HELD_OUT:
-        before, after = rows[0].get(f"{name}_untrained"), rows[-1].get(name)
-        if before is not None and after is not None:
-            return dict(zip(TEAMS, (before, after)))
-    return {}
+    before, after = rows[0].get(f"{EVAL_REWARD}_untrained"), rows[-1].get(EVAL_REWARD)
+    return {} if before is None or after is None else dict(zip(TEAMS, (before, after)))
 
 
 def curves(run):
@@ -539,7 +536,7 @@ def curves(run):
             file.write((run / "curves.png").read_bytes())
         else:
             rows = read_rows(run / "metrics.csv")
-            draw_curves(rows, file, run.name, next((name for name in HELD_OUT if name in rows[0]), None))
+            draw_curves(rows, file, run.name)
     except (OSError, KeyError, TypeError) as error:
         raise UserError(f"{run} has no curves that can be read or drawn: {one_line(error)}") from error
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -5,6 +5,7 @@ import csv
 import fcntl
 import json
 import os
+import shutil
 
 from safetensors import SafetensorError
 
@@ -85,3 +86,32 @@ def read_json(path):
     if not isinstance(content, dict):
         raise UserError(f"{path} is to hold a JSON object, and holds {one_line(content, 80)}")
     return content
+
+
+def put(aside, final):
+    """Give a folder the name `final`, in the place of an older folder, if there is one, which is removed after it."""
+    gone = move_aside(final)
+    os.replace(aside, final)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def remove(path):
+    """Remove a folder, if it is there: first its name, so that no half of it is ever seen."""
+    shutil.rmtree(move_aside(path), ignore_errors=True)
+
+
+def move_aside(path):
+    """Give a folder, if it is there, a name under which it is removed, and return that."""
+    gone = path.with_name(path.name + ".removing")
+    shutil.rmtree(gone, ignore_errors=True)
+    if path.exists():
+        os.replace(path, gone)
+    return gone
+
+
+STATE = "state.json"  # of a checkpoint
+
+
+def checkpoints(folder):
+    """The folders of checkpoints, oldest first, whole or not."""
+    return sorted(path for path in folder.glob("update_*") if path.is_dir() and path.suffix == "")

@@ -3,12 +3,14 @@
 from dataclasses import fields
 from pathlib import Path
 
-from utils import adapters, checkpoint, distributed
+from utils import distributed
 from utils.cli import UserError, flags_of
-from utils.engine import VllmArgs
-from utils.lora import SHORT_FORM, read_config
-from utils.models import check_models
-from utils.stages import StageArgs
+from utils.models import adapters
+from utils.models.engine import VllmArgs
+from utils.models.loading import check_models
+from utils.models.lora import SHORT_FORM, read_config
+from utils.models.stages import StageArgs
+from utils.run import checkpoint
 
 MODELS = {"model": "model_config", "critic_model_name_or_path": "critic_model_config"}  # flags, and their settings
 

@@ -16,12 +16,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoTokenizer
 
-from utils.adapters import WEIGHTS, add_adapters, check_base, load_adapter
-from utils.checkpoint import BASE
 from utils.cli import Settings, UserError, command_line, flags
 from utils.files import read_json, writing
-from utils.lora import CONFIG, read_config
-from utils.models import load_model
+from utils.models.adapters import WEIGHTS, add_adapters, check_base, load_adapter
+from utils.models.loading import load_model
+from utils.models.lora import CONFIG, read_config
+from utils.models.weights import BASE
 
 
 @flags

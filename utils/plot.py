@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 
 from utils.cli import UserError, command_line, flag_name, flags, one_line
 from utils.files import read_rows
-from utils.report import COLORS, smooth
 from utils.run import FolderArgs
+from utils.run.report import COLORS, smooth
 
 LINES, MARKERS = ["-", "--", "-.", ":"], ["", "o", "s", "^", "D", "v", "P", "X"]
 RESAMPLES = 10_000  # drawn for an interval, where there are too many to take each

@@ -28,7 +28,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from utils.benchmark import Failed, known_flags, words_of
 from utils.cli import Settings, Stopped, UserError, check_needs, command_line, flag_name, flags, not_with, one_line
 from utils.files import lock, read_json, write_whole, writing
-from utils.report import COLORS
+from utils.run.report import COLORS
 
 OWN = ("--fork", "--pause-at")  # flags that a run gets from here, beside those of utils.benchmark
 EVALUATIONS = ("--eval-interval", "--evaluation-interval")
@@ -351,7 +351,7 @@ def begin(population, plan, values, gpus, breeding):
         population.num_updates = read_json(folder / "config.json")["num_updates"]
         check_length(population.args, population.num_updates)
         if not code:  # what else went wrong is a matter of that member
-            check_metric(population.args, folder, breeding.HELD_OUT)
+            check_metric(population.args, folder, [breeding.EVAL_REWARD])
     except UserError:
         shutil.rmtree(population.folder, ignore_errors=True)
         raise

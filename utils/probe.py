@@ -32,7 +32,7 @@ from utils.cli import UserError, command_line, flags
 from utils.envs import probe as truncation
 from utils.files import write_whole, writing
 from utils.make_tiny_lm import ASSISTANT, CHAT_TEMPLATE, END, PAD, SYSTEM, USER
-from utils.report import COLORS
+from utils.run.report import COLORS
 from utils.tasks import probe as games
 
 LEARNED = 0.9  # the share of the way from which on a game counts as learned

@@ -1,54 +1,67 @@
-"""Environments: games of text in several turns, loaded by name, from a file or from a package; and a batch under way.
+"""Environments: games of text, loaded by name, from a file or from a package, as a script's `play` takes them.
 
-An environment is any object with Gymnasium's two methods, where observations and actions are text:
+A game of one player is any object with Gymnasium's two methods, where observations and actions are text:
 
     reset(seed) -> observation, info
-    step(response) -> observation, reward, terminated, truncated, info
+    step(answer) -> observation, reward, terminated, truncated, info
 
 `reset` may do without the seed. A `close()`, if there is one, is called when the episode ends. An error that either
-method raises ends that episode alone, which is dropped; anything else than the above ends the run. A module with an
-environment may have, beside it, optimum(max_turns) -> float, the expected score of an episode at best.
+method raises ends that episode alone, from which nothing is learned; anything else than the above ends the run. A
+module with such a class `Env`, or a function `make`, may have, beside it, optimum(num_turns) -> float, the expected
+score of an episode at best.
+
+An environment of N players is a class TeamEnv(task, items, args) with the methods of the scripts' own:
+
+    reset() -> observations, N dicts {episode: chat}
+    step(actions) -> observations, rewards, cut_short: N dicts {episode: answer} -> N dicts {episode: chat},
+        N dicts {episode: float}, and a set of episodes whose agents read and do not act any more
+
+An agent that observes nothing in an episode does not act. The loop ends where nobody observes anything.
 """
 
 import contextlib
+import functools
 import importlib
+import importlib.util
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 from tqdm import tqdm
 
-from utils import distributed
-from utils.cli import TaskError, UserError, describe, flags, one_line
-from utils.prompts import render
-from utils.tasks import import_file, search_in
-from utils.tasks.episodes import call, check_timer, is_number, time_limit
+from utils.cli import TaskError, UserError, describe, one_line
+from utils.tasks.calls import call, is_number, time_limit
 
 BUILT_IN = ("grid", "guess", "probe")
+MADE_GAMES = 4800  # to train on, without --train-size
 MOST_GAMES = 500_000  # of one seed to train on, and to hold out
-
-
-@flags
-class EnvArgs:
-    """The environment."""
-
-    env: str | None = None  # grid, guess, probe, FILE.py or MODULE:CALLABLE; none: the script's own
+OF_TASKS = ("reward_func", "reward_fn", "formatters", "conversation_template", "train_dataset")
 
 
 # --- Loading ----------------------------------------------------------------------------------------------------------
 
 
-def load_env(env, max_turns):
-    """(a function without arguments that makes a new environment, its optimum(max_turns) if it has one, or None).
+def is_game(given):
+    """Whether an object from Python, or a script's module, is a game, and no task."""
+    return not any(hasattr(given, name) for name in OF_TASKS) and not isinstance(given, dict)
 
-    `env` is a module, the name of one here, or a FILE.py, each with a function `make` or a class `Env`; or
-    MODULE:CALLABLE, where the module may lie in the working folder; or such a function or class itself. One environment
-    is made and closed, to check. Raises UserError.
+
+def load_env(env, args):
+    """(its module, what makes an environment of N players: f(task, items, args)) of a game. Raises UserError.
+
+    `env` is a module, the name of one here, or a FILE.py, each with a class `TeamEnv` or `Env`, or a function `make`;
+    or MODULE:CALLABLE, where the module may lie in the working folder; or such a function or class itself. A game of
+    one player is made and closed once, to check.
     """
     label = label_of(env)
     module, name = find(env, label)
     factory = getattr(module, name)
     if not callable(factory):
         raise UserError(f"{label}: {name} can't be called to make an environment; it is of type {type_name(factory)}")
+    if name == "TeamEnv":
+        return module, guarded(factory, label)
+    if args.num_agents > 1:
+        raise UserError(f"--num-agents {args.num_agents}: {label} is a game of one player")
     with blame(label, f"{name}() failed"):
         environment = factory()
     for method in ("reset", "step"):
@@ -57,24 +70,39 @@ def load_env(env, max_turns):
     with blame(label, "close() failed"):
         close(environment)
     optimum = getattr(module, "optimum", None)
-    if not callable(optimum):
-        return factory, None
-    with blame(label, "optimum failed"):
-        return factory, float(optimum(max_turns))
+    game = SimpleNamespace(**({"optimum": optimum} if callable(optimum) else {}))
+    return game, functools.partial(Games, factory)
 
 
-def game_seeds(args, least, num_held_out, train_dataset=None, eval_dataset=None):
+def game_seeds(args, least, train_dataset=None, eval_dataset=None):
     """Items to train on and to hold out, {"seed": k}. Raises UserError where there are too few, or rows of a task."""
-    if train_dataset is not None or eval_dataset is not None:
-        raise UserError("train_dataset= and eval_dataset= are the data of a task; give task= or --task")
-    if args.train_size < least:
-        raise UserError(f"--train-size takes at least the games of an update, {least}, got {args.train_size}")
-    if max(args.train_size, num_held_out) > MOST_GAMES:
+    if args.dataset or train_dataset is not None or eval_dataset is not None:
+        raise UserError("--dataset, train_dataset= and eval_dataset= are the data of a task, and this is a game")
+    size = args.train_size or MADE_GAMES
+    if size < least:
+        raise UserError(f"--train-size takes at least the games of an update, {least}, got {size}")
+    if max(size, args.eval_size) > MOST_GAMES:
         most = f"{MOST_GAMES} games to train on, and as many to hold out"
-        raise UserError(f"--train-size: there are {most}, got {args.train_size} and {num_held_out}")
+        raise UserError(f"--train-size: there are {most}, got {size} and {args.eval_size}")
     first = 2 * MOST_GAMES * args.seed
-    train_items = [{"seed": first + k} for k in range(args.train_size)]
-    return train_items, [{"seed": first + MOST_GAMES + k} for k in range(num_held_out)]
+    train_items = [{"seed": first + k} for k in range(size)]
+    return train_items, [{"seed": first + MOST_GAMES + k} for k in range(args.eval_size)]
+
+
+def import_file(path, name):
+    """Import a file as the module of that name; it may import its neighbours."""
+    search_in(Path(path).parent)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def search_in(folder):
+    """Let modules be found in a folder too, after all other places."""
+    if str(folder.resolve()) not in sys.path:
+        sys.path.append(str(folder.resolve()))
 
 
 def label_of(env):
@@ -88,12 +116,14 @@ def label_of(env):
 
 def find(env, label):
     """The module of an environment, and the name there of what makes it. Raises UserError."""
-    names = ("make", "Env")
+    names = ("TeamEnv", "make", "Env")
     if callable(env):
         names = (getattr(env, "__name__", "make"),)
         module = SimpleNamespace(**{names[0]: env})
     elif not isinstance(env, str):
         module = env
+        names = ("make", "Env")  # a script has a TeamEnv of its own, for tasks
+        names += () if hasattr(env, "Env") or hasattr(env, "make") else ("TeamEnv",)
     elif env.endswith(".py"):
         if not Path(env).is_file():
             raise UserError(f"{label}: there is no such file")
@@ -133,97 +163,64 @@ def close(environment):
         environment.close()
 
 
-# --- A batch under way ------------------------------------------------------------------------------------------------
+# --- Games of one player ----------------------------------------------------------------------------------------------
 
 
 class Games:
-    """B episodes of one player, each in an environment of its own, which is reset with its seed.
+    """B episodes of a game of one player, each in an environment of its own, which is reset with its seed."""
 
-    It has the methods of a task's `Episodes`: a step gives the reward, and its observation is the next prompt. An
-    episode that an environment cuts short is `truncated`; one that an error ends is `dropped`, {number: error}.
-    """
-
-    def __init__(self, factory, items, timeout=None):
-        """Items are {"seed": k}. A call that takes longer than `timeout` seconds fails. Raises TaskError."""
-        check_timer(timeout)
-        self.seeds = [item["seed"] for item in items]
-        self.timeout = timeout
+    def __init__(self, factory, task, items, args):
+        self.factory = factory
+        self.items = items
+        self.num_turns = args.num_turns
+        self.timeout = args.reward_timeout
         self.turn = 0
         self.environments = {}
-        self.observations = {}  # of the last step
-        self.prompt_history = [[[]] for _ in items]  # observations that were read
-        self.response_history = [[[]] for _ in items]
-        self.terminated = set()
-        self.truncated = set()
-        self.dropped = {}
-        for k, seed in enumerate(self.seeds):
-            with self.guard(k):
-                environment = factory()
-                self.environments[k] = environment
-                observation = check_reset(call(environment.reset, seed=seed), environment)
-                self.prompt_history[k][0].append(observation)
+        self.failed = {}  # {episode: error}
 
-    def prompts(self, agent, running, tokenizer):
-        """The first observations of the running episodes, as what the player reads: strings."""
-        return [render([{"role": "user", "content": self.messages(k)[0]}], tokenizer) for k in running]
+    def reset(self):
+        """The first observations, a list of one dict {episode: chat}."""
+        observations = {}
+        for b, item in enumerate(self.items):
+            with self.guard(b):
+                environment = self.factory()
+                self.environments[b] = environment
+                observations[b] = as_chat(check_reset(call(environment.reset, seed=item["seed"]), environment))
+        return [observations]
 
-    def messages(self, k):
-        """The last observation of an episode that was to be read, in a list."""
-        return [self.prompt_history[k][0][-1]]
-
-    def reward_func(self, running, prompts, responses):
-        """Step the running episodes with a response each: their rewards twice, a list of one list each.
-
-        Of an episode that is dropped the reward is 0. Raises TaskError where a step returns the wrong thing.
-        """
+    def step(self, actions):
+        """Step the episodes that go on with an answer each: next observations, rewards, episodes that are truncated."""
         self.turn += 1
-        rewards = []
-        for k, response in zip(running, responses[0], strict=True):
-            self.response_history[k][0].append(response)
-            rewards.append(0.0)
-            with self.guard(k):
-                environment = self.environments[k]
-                observation, rewards[-1], terminated, truncated = check_step(environment.step(response), environment)
-                self.observations[k] = observation
-                if terminated:
-                    self.terminated.add(k)
-                elif truncated:
-                    self.truncated.add(k)
-                if terminated or truncated:
-                    close(self.environments.pop(k))
-        return [rewards], [rewards]
-
-    def external_transition(self, k):
-        """The observation after a step, in a list, or None where the episode has terminated or is dropped."""
-        if k in self.terminated or k in self.dropped:
-            return None
-        return [self.observations[k]]
-
-    def add_prompts(self, k, prompts):
-        """Let the player read an observation in the next turn of an episode."""
-        self.prompt_history[k][0] += prompts
+        observations, rewards, truncated = {}, {}, set()
+        for b, answer in actions[0].items():
+            with self.guard(b):
+                environment = self.environments[b]
+                observation, reward, is_over, is_cut = check_step(environment.step(answer), environment)
+                rewards[b] = reward
+                if is_cut and not is_over:
+                    truncated.add(b)
+                if is_cut or not is_over and self.turn < self.num_turns:
+                    observations[b] = as_chat(observation)
+                if is_over or is_cut or self.turn == self.num_turns:
+                    close(self.environments.pop(b))
+        if not observations:
+            self.finish()
+        return [observations], [rewards], truncated
 
     def finish(self):
-        """All episodes are over, in all processes, which wait for each other here.
-
-        What was dropped is said. Raises TaskError where all episodes have failed.
-        """
-        for k in list(self.environments):
-            with self.guard(k):
-                close(self.environments.pop(k))
-        for k, error in self.dropped.items():
-            tqdm.write(f"the episode of seed {self.seeds[k]} is dropped: {error}")
-        num_episodes = 0
-        errors = []
-        for size, dropped in distributed.gather_objects((len(self.seeds), self.dropped)):
-            num_episodes += size
-            errors += dropped.values()
-        if errors and len(errors) == num_episodes:
-            raise TaskError(f"the environment failed in all {num_episodes} episodes, at first with {errors[0]}")
+        """Close what is left, and say what has failed. Raises TaskError where all episodes have."""
+        for b in list(self.environments):
+            with self.guard(b):
+                close(self.environments.pop(b))
+        for b, error in self.failed.items():
+            tqdm.write(f"the episode of seed {self.items[b]['seed']} is dropped: {error}")
+        if self.failed and len(self.failed) == len(self.items):
+            error = next(iter(self.failed.values()))
+            raise TaskError(f"the environment failed in all {len(self.items)} episodes, at first with {error}")
 
     @contextlib.contextmanager
-    def guard(self, k):
-        """Within it, an error of the environment, or too long a call, drops episode k, and a TaskError ends the run."""
+    def guard(self, b):
+        """Within it an error of the environment, or too long a call, drops episode b, and a TaskError ends the run."""
         try:
             with time_limit(self.timeout):
                 yield
@@ -231,16 +228,71 @@ class Games:
             raise
         except (Exception, SystemExit) as error:
             where = f"turn {self.turn}" if self.turn else "reset"
-            self.dropped[k] = f"{describe(error, 300)}, in {where}"
+            self.failed[b] = f"{describe(error, 300)}, in {where}"
             with contextlib.suppress(Exception, SystemExit), time_limit(self.timeout):  # the first error is to be told
-                close(self.environments.pop(k, None))
+                close(self.environments.pop(b, None))
 
 
-def episode_counts(rollout):
-    """How many episodes were truncated, and how many dropped: metrics whose means over the processes are of all."""
-    processes = distributed.world_size()
-    dropped = (~rollout.played[:, 0]).sum()
-    return {"truncated": processes * rollout.truncated.sum(), "dropped": processes * dropped}
+def as_chat(observation):
+    return [{"role": "user", "content": observation}]
+
+
+# --- Environments of several players ----------------------------------------------------------------------------------
+
+
+def guarded(TeamEnv, label):
+    """A user's class TeamEnv, whose errors and wrong returns are TaskErrors of one line."""
+
+    class GuardedEnv:
+        def __init__(self, task, items, args):
+            self.num_agents = args.num_agents
+            self.timeout = args.reward_timeout
+            with self.guard("__init__"):
+                self.env = TeamEnv(task, items, args)
+
+        @property
+        def failed(self):
+            return getattr(self.env, "failed", ())
+
+        def reset(self):
+            with self.guard("reset"):
+                observations = self.env.reset()
+            return self.check(observations, "reset", "observations")
+
+        def step(self, actions):
+            with self.guard("step"):
+                result = self.env.step(actions)
+            observations, rewards, cut_short = check_length(
+                result, f"step of {label}", ("observations", "rewards", "cut_short")
+            )
+            self.check(observations, "step", "observations")
+            for own in self.check(rewards, "step", "rewards"):
+                for b, reward in own.items():
+                    if not is_number(reward):
+                        got = one_line(repr(reward), 80)
+                        raise TaskError(f"step of {label} returned the reward {got} in episode {b}; it takes a number")
+            rewards = [{b: float(reward) for b, reward in own.items()} for own in rewards]
+            return observations, rewards, set(cut_short)
+
+        def check(self, dicts, method, what):
+            right = isinstance(dicts, (list, tuple)) and len(dicts) == self.num_agents
+            if not right or not all(isinstance(own, dict) for own in dicts):
+                takes = f"a dict for each of {self.num_agents} agents"
+                raise TaskError(f"{method} of {label} returned {what} {one_line(repr(dicts), 80)}; it takes {takes}")
+            return dicts
+
+        @contextlib.contextmanager
+        def guard(self, method):
+            try:
+                with time_limit(self.timeout):
+                    yield
+            except (Exception, SystemExit) as error:
+                raise TaskError(f"{method} of {label} raised {describe(error, 300)}") from error
+
+    return GuardedEnv
+
+
+# --- What a game returns ----------------------------------------------------------------------------------------------
 
 
 def check_reset(result, environment):

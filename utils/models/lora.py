@@ -16,10 +16,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from utils.checkpoint import (
-    read_json,
-)
-from utils.cli import UserError, flag_name, flags, one_line
+from utils.cli import UserError, flag_name, one_line
+from utils.files import read_json
 
 CONFIG = "adapter_config.json"
 # In these models peft refuses adapters on layers of these names, whose weights their kernels read by themselves.
@@ -42,18 +40,9 @@ def as_text(config):
     return json.dumps(fields, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
 
 
-@flags
-class LoraArgs:
-    """The adapters' shape."""
-
-    lora_rank: PositiveInt = 16  # rank r of the adapters
-    lora_alpha: PositiveFloat = 32.0  # the adapters' output is scaled by alpha / r
-    lora_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0  # dropout on what the adapters read, while learning
-    lora_target_modules: tuple[str, ...] = ()  # linear layers that get an adapter, by name; none: all but the output's
-    # a peft.LoraConfig in place of the four flags above: a JSON file of its fields, or JSON
-    lora_config: Annotated[str | None, pydantic.BeforeValidator(as_text)] = None
-    # in float32, passes without gradients read W + BA, computed once; takes a copy of the layers with adapters
-    merge_adapters: bool = True
+def is_wanted(args):
+    """Whether the flags ask for adapters."""
+    return args.lora_rank > 0 or args.lora_config is not None
 
 
 @pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
@@ -135,8 +124,9 @@ def check_lora_args(args):
     """Raise UserError for flags of the adapters that do not go together, before a model is loaded."""
     if args.lora_config is None:
         return
+    default = type(args)()
     for name in SHORT_FORM:
-        if getattr(args, name) != getattr(LoraArgs, name):
+        if getattr(args, name) != getattr(default, name):
             raise UserError(f"--lora-config takes the place of {flag_name(name)}; give one of the two")
     read_config_flag(args)
 

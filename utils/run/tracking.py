@@ -7,7 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from utils.cli import one_line
-from utils.report import as_text
+from utils.run.report import as_text
 
 
 class Tracker:

@@ -4,23 +4,22 @@ import os
 import shutil
 from pathlib import Path
 
-from utils.checkpoint import STATE, check_whole, checkpoints, newest_whole, put
 from utils.cli import UserError, find_run, flag_name, flags_of, one_line, run_of
-from utils.files import read_json
+from utils.files import STATE, checkpoints, put, read_json
+from utils.run.checkpoint import check_whole, newest_whole
 
 OF_AGENTS = """model model_config num_agents use_separate_critic critic_model_name_or_path critic_model_config
 critic_value_head_hidden_dim value_head_hidden_dim use_separate_reference_adapter lora_rank lora_alpha lora_dropout
 lora_target_modules lora_config load_checkpoint load_optimizer keep_reference fresh_critic merge_lora_configs""".split()
-OF_DATA = "seed env task dataset train_size max_prompt_length long_prompts".split()
-START = {"step": 0, "samples": 0, "items": 0, "changed": {}}  # of a run that is no fork
+OF_LENGTH = ["rollout_buffer_size", "num_generations"]  # what an update is: those of the run are counted on
 
 
-def fork_of(args, script, folder, of_folder):
-    """What config.json says of a run that is forked into `folder`: from where, how far that was, and what is changed.
+def fork_of(args, script, folder, free):
+    """What config.json says of a run that is forked into `folder`: from where, and what is changed.
 
-    {"run", "checkpoint", "step": updates, "samples": joint samples, "items": of the training set, or 0 where that is
-    another one, "changed": {flag: [there, here]}}. `of_folder` are the fields of flags that may differ unsaid. Raises
-    UserError where a flag of the agents differs, and where there is nothing to fork.
+    {"run", "checkpoint", "step": its updates, "changed": {flag: [there, here]}}. `free` are the fields of flags that
+    may differ unsaid. Raises UserError where a flag of the agents or of an update's length differs, and where there is
+    nothing to fork.
     """
     run = find_run(run_of(args.fork), script, "--fork")
     if run.resolve() == folder.resolve():
@@ -29,18 +28,14 @@ def fork_of(args, script, folder, of_folder):
     fixed = []
     for name, there in flags_of(run, type(args), "--fork").items():
         here = getattr(args, name)
-        if here != there and name not in (*of_folder, "fork"):
+        if here != there and name not in (*free, "fork"):
             changed[name] = [there, here]
-            if name in OF_AGENTS:
+            if name in OF_AGENTS or name in OF_LENGTH:
                 fixed.append(f"{flag_name(name)} {there} there, {here} here")
     if fixed:
-        raise UserError(f"--fork {args.fork} has the agents of that run, and these flags differ: {'; '.join(fixed)}")
+        raise UserError(f"--fork {args.fork} goes on with what that run has, and these differ: {'; '.join(fixed)}")
     path, step = find_checkpoint(args.fork, run)
-    samples, items = progress(read_json(run / "config.json"), step)
-    if any(name in changed for name in OF_DATA):
-        items = 0
-    counts = {"step": step, "samples": samples, "items": items}
-    return {"run": str(run), "checkpoint": path.name, **counts, "changed": changed}
+    return {"run": str(run), "checkpoint": path.name, "step": step, "changed": changed}
 
 
 def find_checkpoint(fork, run):
@@ -60,14 +55,6 @@ def newest(fork):
         return Path(fork)
     saved = checkpoints(Path(fork) / "checkpoints")
     return saved[-1] if saved else None
-
-
-def progress(config, step):
-    """(joint samples, items of the training set) of a run after so many updates, by its config.json."""
-    begun = config.get("fork") or START
-    updates = step - begun["step"]
-    samples = begun["samples"] + updates * config["args"]["rollout_buffer_size"]
-    return samples, begun["items"] + updates * config["items_per_update"]
 
 
 def copy_fork(fork, folder):

@@ -9,10 +9,10 @@ from utils.cli import one_line, printable
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#555555"]  # Okabe and Ito
 OF_TEAM = ["#444444"]
-HELD_OUT = ("fitness", "eval/reward_mean")  # columns of the reward on held-out items, one in each script's runs
+EVAL_REWARD = "eval/reward_mean"  # the column of the reward on held-out items
 
 
-def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
+def draw_curves(rows, path, title, optimum=None):
     """curves.png: reward, response lengths, entropy, value loss, explained variance, distance to the reference."""
     steps = [row["global_step"] for row in rows]
     agents = [key.split("/")[0] for key in rows[0] if key.endswith("/policy_loss")]
@@ -25,7 +25,7 @@ def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
     def panel(label, lines, colors=COLORS):
         axis = next(axes)
         axis.set_title(label, loc="left", fontsize=11)
-        axis.set_xlabel("joint samples", fontsize=9)
+        axis.set_xlabel("episodes", fontsize=9)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         for color, (name, values) in zip(colors, lines):
@@ -40,15 +40,11 @@ def draw_curves(rows, path, title, held_out="eval/reward_mean", optimum=None):
         return [line for line in lines if None not in line[1]]
 
     reward = panel("reward", [("training", [row["reward_mean"] for row in rows])], OF_TEAM)
-    held_out_rows = [row for row in rows if row.get(held_out) is not None]
-    if held_out_rows:
-        at = [row["global_step"] for row in held_out_rows]
-        values = [row[held_out] for row in held_out_rows]
-        untrained = rows[0].get(f"{held_out}_untrained")
-        if untrained is not None:
-            at.insert(0, 0)
-            values.insert(0, untrained)
-        reward.plot(at, values, "o", color="black", markersize=5, label="held-out items")
+    evaluated = [row for row in rows if row.get(EVAL_REWARD) is not None]
+    if evaluated:
+        steps_of_them = [row["global_step"] for row in evaluated]
+        values = [row[EVAL_REWARD] for row in evaluated]
+        reward.plot(steps_of_them, values, "o", color="black", markersize=5, label="held-out items")
     if optimum is not None:
         reward.axhline(optimum, color="black", linestyle="--", linewidth=1, label="optimal play")
     reward.legend(frameon=False, fontsize=9)
@@ -78,8 +74,24 @@ def time_table(totals, elapsed):
     return "\n".join(["", "where the time went", *lines, f"{'in all':<12}{elapsed:>8.1f} s", ""])
 
 
+def outcome(rows, num_updates, optimum=None):
+    """The reward at first and in the end, and the best that there is, where the task knows it, in a line."""
+    rewards = [row["reward_mean"] for row in rows]
+    last = rewards[-max(1, len(rewards) // 10) :]
+    text = f"reward: {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} over the last tenth of updates"
+    if {(row["reward_mean"], row["reward_std"]) for row in rows} == {(rewards[0], 0.0)}:
+        text += ": every episode earned the same"
+    evaluated = [(k, row[EVAL_REWARD]) for k, row in enumerate(rows, 1) if row.get(EVAL_REWARD) is not None]
+    if evaluated:
+        update, reward = evaluated[-1]
+        text += f"; {EVAL_REWARD}: {reward:.3f} {'in the end' if update == num_updates else f'after update {update}'}"
+    if optimum is not None:
+        text += f"; optimal play: {optimum:.3f}"
+    return text
+
+
 def side_by_side(samples, width=None):
-    """Joint samples as text for a terminal, the agents' responses in columns."""
+    """Episodes, as in samples.jsonl, as text for a terminal: the agents' answers in columns."""
     width = width or min(160, shutil.get_terminal_size((120, 24)).columns)
     lines = []
     for sample in samples:
@@ -102,5 +114,5 @@ def side_by_side(samples, width=None):
 
 
 def as_text(turns):
-    """An agent's responses in one joint sample, of one turn or of many, as one text."""
+    """An agent's answers in one episode, of one turn or of many, as one text."""
     return turns if isinstance(turns, str) else "\n".join(f"[{k}] {text}" for k, text in enumerate(turns, 1))

@@ -74,6 +74,32 @@ def forward(
     return Output(last(out.get("logits"), keep), last(hidden_states(out), keep), new_cache)
 
 
+def read(model, ids, columns):
+    """The output of ids [b, S], padded on the right, at C columns: logits [b, C, V] and hidden states [b, C, D].
+
+    No mask is needed: padding is behind the tokens, where a causal model does not see it.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "lm_head") or model.base_model is not model else None
+    inputs = []
+    hook = None
+    if head is not None:
+        hook = head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    try:
+        out = call(model, ids, columns, head is None, {"use_cache": False})
+    finally:
+        if hook is not None:
+            hook.remove()
+    hidden = inputs[-1] if inputs else hidden_states(out)
+    if hidden is None:  # the output layer is not called as a module
+        hidden = hidden_states(call(model, ids, columns, True, {"use_cache": False}))
+    return Output(at(out.get("logits"), columns), at(hidden, columns), None)
+
+
+def at(x, columns):
+    """x [b, S, *] at these columns; x itself where the model has left out the others."""
+    return x if x is None or x.shape[1] == len(columns) else x[:, columns]
+
+
 def autocast(model):
     """Within it forward passes run in the model's mixed precision, which `forward` sees to for a single pass."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=getattr(model, "mixed_precision", "no") == "bf16")
@@ -95,7 +121,7 @@ def forward_unpadded(model, input_ids, attention_mask, cache, keep, hidden):
 def call(model, input_ids, keep, hidden, options):
     """What transformers' model returns."""
     if "logits_to_keep" in parameter_names(type(model)):
-        options["logits_to_keep"] = keep
+        options["logits_to_keep"] = keep  # the last columns, or a tensor of columns
     if hidden:
         options["output_hidden_states"] = True
     with autocast(model):

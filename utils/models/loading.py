@@ -3,20 +3,17 @@
 import contextlib
 import copy
 import re
-from dataclasses import field
 from pathlib import Path
-from typing import ClassVar, Literal
 
 import huggingface_hub
 import torch
 import transformers
-from pydantic import PositiveInt
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from utils import causal_lm
-from utils.cli import Settings, UserError, flag_name, flags, needs, not_with, one_line, write_settings
+from utils.cli import UserError, flag_name, one_line, write_settings
 from utils.distributed import say
+from utils.models import causal_lm
 
 
 def locate(name):
@@ -161,49 +158,7 @@ def add_padding(tokenizer, flag):
 # --- A team's models --------------------------------------------------------------------------------------------------
 
 
-@flags
-class LoadingArgs:
-    """How models are loaded, and computed."""
-
-    model_config: Settings = field(default_factory=dict)  # settings that actors are loaded with, JSON values by name
-    dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the models' weights
-    mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass, not attention on a CPU
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
-    trust_remote_code: bool = False  # run code that comes with a hub model
-    # sample with a cache of fixed size: on a GPU a token's step is captured once, and replayed (a CUDA graph)
-    static_cache: bool = not_with("use_vllm", "shard", default=False)
-    shard: bool = False  # let each of several processes hold a part of every model, in place of whole ones (FSDP)
-
-
-@flags
-class CriticArgs:
-    """The critics: value heads on the actors, or models of their own."""
-
-    use_separate_critic: bool = False  # give each agent a critic model of its own, instead of a value head on its actor
-    # what separate critics start from, one or one each; none: --model
-    critic_model_name_or_path: tuple[str, ...] = needs("use_separate_critic", default=())
-    # settings that critics of that name are loaded with
-    critic_model_config: Settings = needs("critic_model_name_or_path", default=dict)
-    # hidden units of a separate critic's head; none: linear
-    critic_value_head_hidden_dim: PositiveInt | None = needs("use_separate_critic")
-    # hidden units of the value head on an actor; none: linear
-    value_head_hidden_dim: PositiveInt | None = not_with("use_separate_critic")
-
-
-@flags
-class CentralCriticArgs:
-    """The team's critic, a model of its own."""
-
-    use_separate_critic: ClassVar = True
-    value_head_hidden_dim: ClassVar = None
-    # what the critic starts from, and reads with; none: the model of agent 0
-    critic_model_name_or_path: str | None = None
-    # settings that a critic of that name is loaded with
-    critic_model_config: Settings = needs("critic_model_name_or_path", default=dict)
-    critic_value_head_hidden_dim: PositiveInt | None = None  # hidden units of the critic's head; none: linear
-
-
-def check_models(names_flag, settings_flag, args, model=None, quantized=False):
+def check_models(names_flag, settings_flag, args, model=None, quantized=False, num_agents=None):
     """The configuration of each agent's model, of the names and settings in these flags; nothing is loaded.
 
     `model` stands in for what the flag names. Raises UserError for a model that is not to be had, and for quantized
@@ -213,7 +168,8 @@ def check_models(names_flag, settings_flag, args, model=None, quantized=False):
     if model is not None and settings:
         raise UserError(f"{flag_name(settings_flag)} has no effect on a model that is loaded")
     configs = []
-    for name in per_agent(flag_name(names_flag), getattr(args, names_flag), args.num_agents):
+    names = name_of(args, model) if names_flag == "model" else getattr(args, names_flag)
+    for name in per_agent(flag_name(names_flag), names, num_agents or args.num_agents):
         if model is None:
             flag = flag_name(names_flag)
             config = check_model(name, flag, args.trust_remote_code, settings, flag_name(settings_flag))
@@ -221,7 +177,7 @@ def check_models(names_flag, settings_flag, args, model=None, quantized=False):
             config = model.config
         is_quantized = "quantization_config" in settings or hasattr(config, "quantization_config")
         if is_quantized and not quantized:
-            reason = "quantized weights can't learn; ppo_llm.py takes them, under adapters"
+            reason = "quantized weights can't learn; they are taken under adapters (--lora-rank)"
             raise UserError(f"{flag_name(names_flag)} {name}: {reason}")
         for flag in ("shard", "use_vllm"):
             if is_quantized and getattr(args, flag):
@@ -230,23 +186,34 @@ def check_models(names_flag, settings_flag, args, model=None, quantized=False):
     return configs
 
 
-def load_models(names_flag, settings_flag, args, device, model=None):
-    """The model of each agent, frozen and in eval mode, as the flags name them; one of a name is one for all.
+def load_frozen(name, args, device, model=None):
+    """The model of a name, frozen and in eval mode, or a copy of `model`. Raises UserError."""
+    if model is None:
+        options = (args.dtype, args.attn_implementation, args.trust_remote_code, args.model_config)
+        frozen = load_model(name, flag_name("model"), *options)
+    else:
+        frozen = copy.deepcopy(model).eval().requires_grad_(False)
+    frozen.to(device)
+    prepared = name if model is None else "the model"
+    causal_lm.prepare(frozen, prepared, args.mixed_precision, args.static_cache)
+    return frozen
 
-    `model` stands in for what the flag names: it is copied. Raises UserError.
-    """
-    models = {}
-    names = per_agent(flag_name(names_flag), getattr(args, names_flag), args.num_agents)
-    for name in dict.fromkeys(names):
-        if model is None:
-            options = (args.dtype, args.attn_implementation, args.trust_remote_code, getattr(args, settings_flag))
-            models[name] = load_model(name, flag_name(names_flag), *options)
-        else:
-            models[name] = copy.deepcopy(model).eval().requires_grad_(False)
-        models[name].to(device)
-        prepared = name if model is None else "the model"
-        causal_lm.prepare(models[name], prepared, args.mixed_precision, args.static_cache)
-    return [models[name] for name in names]
+
+def check_initial(initial, args):
+    """Raise UserError where a model does not know its tokenizer's padding, or has no room for an answer."""
+    size = getattr(initial.config.get_text_config(), "vocab_size", None)
+    tokenizer = initial.tokenizer
+    if size and tokenizer.pad_token_id >= size:
+        pad = f"the tokenizer's padding token, {tokenizer.pad_token}, is number {tokenizer.pad_token_id}"
+        mend = "set its pad_token to one of these, or resize the model's embeddings"
+        raise UserError(f"{flag_name('model')}: {pad}, and the model knows {size} tokens: {mend}")
+    prompt = args.max_prompt_length or 1
+    if initial.longest_prompt < prompt:
+        room = initial.longest_prompt + args.max_new_tokens
+        own = getattr(initial.config.get_text_config(), "max_position_embeddings", None)
+        where = f"{flag_name('max_model_len')} {room}" if args.max_model_len == room != own else None
+        sizes = f"{flag_name('max_new_tokens')} {args.max_new_tokens} after a prompt of {prompt}"
+        raise UserError(f"{sizes} exceeds {where or f'the positions of the model, {room}'}")
 
 
 def load_tokenizers(args, tokenizer=None, model=None):
@@ -267,26 +234,30 @@ def load_tokenizers(args, tokenizer=None, model=None):
     return [tokenizers[name] for name in names]
 
 
-def check_critics(args, readers):
+def check_critics(initials, args):
     """Raise UserError for a critic that is not to be had, or that can't read all that the actor reads and writes.
 
-    `readers` has of each agent its tokenizer, and the limit of its prompts. A critic without a tokenizer of its own is
-    taken to have the actor's.
+    A critic without a tokenizer of its own is taken to have the actor's.
     """
-    if not args.critic_model_name_or_path:
+    if not getattr(args, "critic_model_name_or_path", ()):
         return
     flag = flag_name("critic_model_name_or_path")
-    names = per_agent(flag, args.critic_model_name_or_path, args.num_agents)
-    configs = check_models("critic_model_name_or_path", "critic_model_config", args)
-    for name, config, (tokenizer, limit) in zip(names, configs, readers):
-        room = getattr(config.get_text_config(), "max_position_embeddings", None)
-        if room and (limit.tokens is None or limit.tokens + args.max_new_tokens > room):
-            takes = f"{flag_name('max_prompt_length')} {room - args.max_new_tokens} or less"
-            raise UserError(f"{flag} {name} has {room} positions, fewer than the actor reads: it takes {takes}")
-        differing = []
+    num_critics = args.num_agents if hasattr(args, "use_separate_critic") else 1  # a team has one
+    names = per_agent(flag, args.critic_model_name_or_path, num_critics)
+    configs = check_models("critic_model_name_or_path", "critic_model_config", args, num_agents=num_critics)
+    for name, config, initial in zip(names, configs, initials):
+        tokenizer = initial.tokenizer
         size = config.get_text_config().vocab_size
+        if num_critics == 1 and not hasattr(args, "use_separate_critic"):
+            load_critic_tokenizer(tokenizer, name, args)
+            continue
         if size < len(tokenizer):
             raise UserError(f"{flag} {name} knows {size} tokens, the actor's tokenizer has {len(tokenizer)}")
+        room = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if room and initial.longest_prompt + args.max_new_tokens > room:
+            takes = f"{flag_name('max_model_len')} {room} or less"
+            raise UserError(f"{flag} {name} has {room} positions, fewer than the actor reads: it takes {takes}")
+        differing = []
         with contextlib.suppress(Exception):  # it has none
             own = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
             words = own.get_vocab()
@@ -296,37 +267,12 @@ def check_critics(args, readers):
             raise UserError(f"{flag} {name} has another tokenizer: it reads {of}, as others")
 
 
-def check_critic(args):
-    """Raise UserError for a central critic that is not to be had; nothing but its tokenizer is loaded."""
-    if args.critic_model_name_or_path:
-        check_models("critic_model_name_or_path", "critic_model_config", args)
-        load_critic_tokenizer(None, args)
-
-
-def load_critic_tokenizer(tokenizer, args):
-    """What a central critic reads with: its own, or the `tokenizer` of agent 0. Raises UserError."""
-    name = args.critic_model_name_or_path
-    if not name:
+def load_critic_tokenizer(tokenizer, name, args):
+    """What a critic of that name reads with: its own, or, where it has none, the agent's `tokenizer`."""
+    try:
+        return load_tokenizer(name, flag_name("critic_model_name_or_path"), args.trust_remote_code)
+    except UserError:
         return tokenizer
-    flag = flag_name("critic_model_name_or_path")
-    return load_tokenizer(name, flag, args.trust_remote_code, args.critic_model_config)
-
-
-def load_critic(i, reference, args):
-    """The critic model of agent i, which learns, or None, where the critic is a head on the actor. Raises UserError.
-
-    It starts from the model that --critic-model-name-or-path names, or as a copy of the body of `reference`.
-    """
-    if not args.use_separate_critic:
-        return None
-    if not args.critic_model_name_or_path:
-        return copy.deepcopy(reference.base_model).requires_grad_(True)
-    flag = flag_name("critic_model_name_or_path")
-    name = per_agent(flag, args.critic_model_name_or_path, args.num_agents)[i]
-    options = (args.dtype, args.attn_implementation, args.trust_remote_code, args.critic_model_config)
-    critic = load_model(name, flag, *options, AutoModel).to(reference.device)
-    causal_lm.prepare(critic, name, args.mixed_precision)
-    return critic.requires_grad_(True)
 
 
 class ValueHead(nn.Sequential):
@@ -335,8 +281,8 @@ class ValueHead(nn.Sequential):
     Linear, or through one hidden layer where a flag gives its width.
     """
 
-    def __init__(self, model, args):
-        width = model.config.get_text_config().hidden_size
+    def __init__(self, policy, args):
+        width = policy.config.get_text_config().hidden_size
         hidden_dim = args.critic_value_head_hidden_dim or args.value_head_hidden_dim
         layers = []
         if hidden_dim:
@@ -346,7 +292,7 @@ class ValueHead(nn.Sequential):
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         super().__init__(*layers, last)
-        self.to(model.device)
+        self.to(policy.device)
 
     def forward(self, hidden_states):
         with torch.autocast(hidden_states.device.type, enabled=False):

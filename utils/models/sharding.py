@@ -103,7 +103,7 @@ def clip_gradients(parameters, max_norm):
     if not parts:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     wholes = [x.grad for x in parameters if x.grad is not None and not isinstance(x.grad, DTensor)]
-    square = distributed.total(nn.utils.get_total_norm(parts) ** 2)
+    square = distributed.sum(nn.utils.get_total_norm(parts) ** 2)
     norm = (square + nn.utils.get_total_norm(wholes).to(square) ** 2).sqrt()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=False)
     return norm

@@ -24,11 +24,10 @@ from transformers import set_seed
 from transformers.core_model_loading import revert_weight_conversion
 
 from utils import distributed
-from utils.causal_lm import forward
-from utils.checkpoint import fingerprint, is_of_adapter, plain
-from utils.cli import Settings, UserError, flags, needs, one_line
-from utils.prompts import end_tokens
-from utils.sharding import whole_models
+from utils.cli import UserError, one_line
+from utils.models import adapters
+from utils.models.sharding import whole_models
+from utils.models.tensors import fingerprint, is_of_adapter, plain
 
 ENVIRONMENT = {  # variables of vLLM, where the user has not set them
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -56,16 +55,6 @@ NUM_TOKENS = 32  # of each
 NUM_NEXT = 20  # likeliest next tokens of each, whose log-probabilities are compared
 LARGEST_DIFFERENCE = 1e-3  # on average, in nats
 LARGEST_DIFFERENCE_IN_HALF_PRECISION = 0.2
-
-
-@flags
-class VllmArgs:
-    """Sampling with vLLM."""
-
-    use_vllm: bool = False  # sample with vLLM, an engine in each process; see docs/many_devices.md
-    vllm_config: Settings = needs("use_vllm", default=dict)  # settings of vLLM's engine, JSON values by name
-    # weigh a token's loss by its probability here / by vLLM's, at most 2
-    sampler_correction: bool = needs("use_vllm", default=True)
 
 
 def check_vllm_args(args):
@@ -110,7 +99,30 @@ def load_vllm():
 engines = {}  # of this process; they stay, as one that ends leaves the group of all processes
 
 
-def get_adapter_engine(model, args, longest, num_adapters):
+def hand_over(agent, agents, args):
+    """Give vLLM an agent's weights of now, or those of its adapters. Raises UserError."""
+    actor = agent.actor
+    if actor.adapter is None:
+        longest = args.max_prompt_length and args.num_turns == 1 and args.max_prompt_length + args.max_new_tokens
+        agent.engine = find_engine(actor.model, args, longest or None)
+        return
+    same_base = [each for each in agents if each.actor.model is actor.model]
+    adapters.unmerge(actor.model)
+    agent.engine = get_adapter_engine(actor.model, args, len(same_base))
+    agent.engine.hand_over_adapter(same_base.index(agent), actor)
+
+
+def generate(agent, contexts, args, generator):
+    """Continue R lists of ids, with the weights that were handed over last: R lists of new ids."""
+    number = None
+    if agent.actor.adapter is None:
+        agent.engine.hand_over(agent.actor)  # agents of one architecture share an engine
+    else:
+        number = agent.engine.adapters.index(agent.actor.adapter)
+    return agent.engine.sample(contexts, args, agent.end_ids.tolist(), generator, [number] * len(contexts))
+
+
+def get_adapter_engine(model, args, num_adapters):
     """An engine of vLLM for so many adapters of one configuration on one base, of a PeftModel. Raises UserError."""
     base = model.get_base_model()
     config = next(iter(model.peft_config.values()))
@@ -120,16 +132,7 @@ def get_adapter_engine(model, args, longest, num_adapters):
         if getattr(config, name):
             raise UserError(f"--use-vllm takes no adapters with {name}, which vLLM does not have")
     rank = max([config.r, *config.rank_pattern.values()])
-    return find_engine(base, args, longest, rank, num_adapters)
-
-
-def get_engine(model, args, new_tokens):
-    """An engine of vLLM for models of one configuration; `new_tokens` is the name of the flag for a response's length.
-
-    Raises UserError.
-    """
-    longest = args.max_prompt_length and args.max_prompt_length + getattr(args, new_tokens)
-    return find_engine(model, args, longest)
+    return find_engine(base, args, args.max_model_len, rank, num_adapters)
 
 
 def find_engine(model, args, longest=None, rank=None, num_adapters=0):
@@ -170,6 +173,8 @@ class Engine:
     def __init__(self, model, config, settings):
         self.vllm = load_vllm()
         self.device = model.device
+        self.version = None  # of the weights that it has
+        self.adapters = []  # names of those that it has
         self.folder = memory_folder()
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         config.save_pretrained(self.folder)
@@ -186,26 +191,24 @@ class Engine:
         atexit.register(self.llm.llm_engine.engine_core.shutdown)  # before the processes part
 
     @torch.no_grad()
-    def hand_over(self, model):
+    def hand_over(self, actor):
         """Give the engine a model's weights. Raises UserError where it then does not compute what the model does."""
-        self.load_weights(model)
-        self.check(lambda ids: forward(model, ids, keep=1).logits[:, -1])
+        version = (id(actor.model), sum(parameter._version for parameter in actor.model.parameters()))
+        if version == self.version:
+            return
+        with whole_models([actor.model]):
+            self.load_weights(actor.model)
+            self.check(actor)
+        self.version = version
 
     @torch.no_grad()
-    def hand_over_adapters(self, agents):
-        """Give the engine the actors of agents on one base. Raises UserError where it then computes something else."""
-        from utils import adapters  # which needs peft
-
-        for i, agent in enumerate(agents):
-
-            def save(path, agent=agent):
-                adapters.save_adapter(path, agent.model, agent.actor, agent.base_name)
-
-            def next_logits(ids, agent=agent):
-                return adapters.forward(agent.model, agent.actor, input_ids=ids, keep=1).logits[:, -1]
-
-            self.load_adapter(i, save)
-            self.check(next_logits, i)
+    def hand_over_adapter(self, i, actor):
+        """Give the engine adapter i. Raises UserError where it then computes something else."""
+        if i == 0:
+            self.adapters = []
+        self.adapters.append(actor.adapter)
+        self.load_adapter(i, lambda path: adapters.save_adapter(path, actor.model, actor.adapter, actor.name))
+        self.check(actor, i)
 
     def load_weights(self, model):
         """Replace all weights by a model's."""
@@ -227,17 +230,14 @@ class Engine:
         folder = self.folder / f"agent_{i}"
         return self.vllm.lora.request.LoRARequest(f"agent_{i}", i + 1, str(folder), load_inplace=load_inplace)
 
-    def check(self, compute_logits, i=None):
-        """Raise UserError where next tokens are not as likely as compute_logits, ids [R, S] to [R, V], has them here.
-
-        With i, adapter i is on.
-        """
+    def check(self, actor, i=None):
+        """Raise UserError where next tokens are not as likely as the actor has them; with i, adapter i is on."""
         num_tokens = min(NUM_TOKENS, self.llm.model_config.max_model_len - 1)
         ids = torch.arange(NUM_PROMPTS * num_tokens, device=self.device).view(NUM_PROMPTS, num_tokens)
         ids = ids * 7 % self.llm.model_config.get_vocab_size()
         settings = {"temperature": 1.0, "max_tokens": 1, "logprobs": NUM_NEXT}
         outputs = self.generate(ids.tolist(), settings, 0, [i] * NUM_PROMPTS)
-        logprobs = compute_logits(ids).float().log_softmax(-1).tolist()
+        logprobs = actor.next_token(ids, torch.ones_like(ids)).logits.log_softmax(-1).tolist()
         differences = []
         for row, output in zip(logprobs, outputs):
             for token, entry in output.logprobs[0].items():
@@ -249,22 +249,18 @@ class Engine:
             reason = f"log-probabilities differ by {mean:.2g} nats on average, and {largest:g} is allowed"
             raise UserError(f"--use-vllm: the weights in the engine are not those that were handed over: {reason}")
 
-    def sample(self, prompts, max_tokens, end_ids, args, generator, greedy=False, adapters=None):
-        """Continue prompts, lists of ids: of each the new ids, and their log-probabilities as they were sampled.
-
-        `args` has temperature, top_p, top_k and, if it likes, more of vllm.SamplingParams. `greedy`: the likeliest
-        tokens, for which nothing is drawn from the generator. `adapters` has the number of one for each prompt. Raises
-        UserError where vLLM can't do so.
-        """
+    def sample(self, prompts, args, end_ids, generator, numbers):
+        """Continue prompts, lists of ids, by the adapters of these numbers: of each the new ids. Raises UserError."""
+        greedy = not args.do_sample
         settings = {
-            "max_tokens": max_tokens,
-            "min_tokens": getattr(args, "min_output_tokens", 0),
+            "max_tokens": args.max_new_tokens,
+            "min_tokens": args.min_output_tokens,
             "stop_token_ids": end_ids,
             "temperature": 0.0 if greedy else args.temperature,
             "top_p": args.top_p,
             "top_k": args.top_k,
-            "min_p": getattr(args, "min_p", 0.0),
-            "repetition_penalty": getattr(args, "repetition_penalty", 1.0),
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
         }
         most = self.llm.model_config.max_model_len
         longest = max(len(prompt) for prompt in prompts)
@@ -277,24 +273,7 @@ class Engine:
         if settings["temperature"] > 0:
             device = generator.device if generator else None
             seed = int(torch.randint(2**31, (1,), generator=generator, device=device))
-        response_ids = []
-        logprobs = []
-        for output in self.generate(prompts, settings | {"logprobs": 0}, seed, adapters):
-            ids = list(output.token_ids)
-            response_ids.append(ids)
-            logprobs.append([entry[token].logprob for entry, token in zip(output.logprobs, ids)])
-        return response_ids, logprobs
-
-    def respond(self, agents, transcripts, max_tokens, args, generator, greedy=False):
-        """Let each of N agents add a response to each of its transcripts, N lists, in one batch."""
-        every = [transcript for own in transcripts for transcript in own]
-        numbers = [i for i, own in enumerate(transcripts) for _ in own]
-        end_ids = end_tokens(agents[0].model, agents[0].tokenizer)
-        prompt_ids = [transcript.ids for transcript in every]
-        responses = self.sample(prompt_ids, max_tokens, end_ids, args, generator, greedy, numbers)
-        for transcript, ids, logprobs in zip(every, *responses):
-            text = agents[0].tokenizer.decode(ids, skip_special_tokens=True)
-            transcript.add_response(ids, logprobs, text)
+        return [list(output.token_ids) for output in self.generate(prompts, settings, seed, numbers)]
 
     def generate(self, prompts, settings, seed, adapters=None):
         """What vLLM makes of the prompts."""

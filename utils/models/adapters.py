@@ -1,24 +1,13 @@
-"""LoRA adapters of many agents on one frozen base, for ppo_llm.py; read from safetensors and JSON only.
+"""LoRA adapters of many agents on one frozen base; read from safetensors and JSON only.
 
-What utils ask of an agent: `model`, a peft.PeftModel, `base_name` and `tokenizer`, which all agents share; `actor`, an
-Adapter; if there are any, `critic` and `reference`, Adapters too, and `value_head`; and `optimizers`, `schedules` and
-`num_skipped`, as utils/checkpoint.py has them. In the model agent i has the adapters agent_<i>_actor, agent_<i>_critic
-and, where the reference is separate, agent_<i>_reference. The base's weights are neither changed nor written. A run's
-folder has, for each agent,
-
-    agent_<i>/actor/, critic/, reference/    adapters in peft's own format: PeftModel.from_pretrained opens them
-    agent_<i>/value_head.safetensors, base.json, the tokenizer, and optimizer.safetensors with optimizer.json
-    base/                                    with --save-base: the base's weights and the tokenizer
-
-A run starts from such a folder, or from a plain peft folder: adapter_config.json and adapter_model.safetensors.
+An adapter is a name in a peft.PeftModel that agents share: agent_<i>_actor, agent_<i>_critic, agent_<i>_reference. The
+base's weights are neither changed nor written. `active` switches, and merges where that is faster.
 """
 
 import collections
 import contextlib
 import copy
-import json
 import shutil
-from pathlib import Path
 
 import peft
 import torch
@@ -27,58 +16,76 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from utils import causal_lm, sharding
-from utils.checkpoint import (
+from utils.cli import UserError, one_line
+from utils.distributed import is_main
+from utils.files import put, read_json
+from utils.models import causal_lm, sharding
+from utils.models.lora import rank_of, read_config, scaling_of, targeted
+from utils.models.tensors import (
     BASE,
-    HEAD,
     check_shapes,
     fingerprint,
     is_of_adapter,
-    load_head,
-    load_optimizer,
     plain,
-    put,
-    read_json,
     read_tensors,
-    save_optimizer,
     save_tensors,
 )
-from utils.cli import UserError, one_line
-from utils.distributed import is_main
-from utils.lora import rank_of, read_config, scaling_of, targeted
 
 WEIGHTS = "adapter_model.safetensors"
 MERGEABLE = (lora.Linear, lora.Embedding)  # layers of peft that merge to the sum of what they add
-ROLES = ("actor", "critic", "reference")
 MAGNITUDE = ".lora_magnitude_vector"  # how a tensor's name ends that DoRA has beside A and B
 
 
-def add_adapters(base, config, names):
-    """A PeftModel of `base`, frozen, with an adapter for each name; agent_<i>_reference is frozen, as agent_<i>_actor.
+FIRST = "first"  # an adapter that a new PeftModel has until another one is added
 
-    A new adapter changes nothing (B = 0); A is drawn from torch's global generator, to which references make no odds.
-    """
-    mode, base = base.training, base.requires_grad_(False)
-    references = [name for name in names if name.endswith("_reference")]
-    fresh = [name for name in names if name not in references]
+
+def wrap(base, config, args):
+    """A PeftModel of `base`, frozen, to which adapters of this configuration may be added. Raises UserError."""
+    base.requires_grad_(False)
+    mode = base.training
     try:
-        model = peft.get_peft_model(base, copy.deepcopy(config), adapter_name=fresh[0])
+        with torch.random.fork_rng(devices=[]):
+            model = peft.get_peft_model(base, copy.deepcopy(config), adapter_name=FIRST)
     except ValueError as error:
         raise UserError(f"peft refuses the adapters: {one_line(error)}") from error
-    for name in fresh[1:]:
-        model.add_adapter(name, copy.deepcopy(config))
-    with torch.random.fork_rng(devices=[]):
-        for name in references:
-            model.add_adapter(name, copy.deepcopy(config))
-            copy_adapter(model, name.removesuffix("_reference") + "_actor", name)
-    for name in names:
-        for parameter in parameters(model, name):
-            parameter.requires_grad_(name in fresh)
-    model.mergeable = []  # build_agents decides it
+    model.lora_config = config
+    model.args = args
+    model.frozen = set()  # names of adapters that do not learn
+    model.mergeable = None  # layers, found when an adapter is first merged
+    model.merged = None  # the name of the adapter that is in the base's weights
+    model.kept = []  # weights as they were: (parameter, data)
+    model.was_training = False
+    if args.gradient_checkpointing:
+        checkpoint_gradients(model)
+    return model.train(mode)
+
+
+def add(model, name, like=None):
+    """Add an adapter that changes nothing yet (B = 0; A is drawn from torch's global generator).
+
+    With `like`, the name of another one, it begins as that, and does not learn.
+    """
+    unmerge(model)
+    mode = model.training
+    if like is None:
+        model.add_adapter(name, copy.deepcopy(model.lora_config))
+    else:
+        with torch.random.fork_rng(devices=[]):
+            model.add_adapter(name, copy.deepcopy(model.lora_config))
+        copy_adapter(model, like, name)
+        model.frozen.add(name)
+    if FIRST in model.peft_config:
+        model.set_adapter(name)
+        model.delete_adapter(FIRST)
     switches = (lora.LoraLayer, AuxiliaryTrainingWrapper)
     model.switches = [module for module in model.modules() if isinstance(module, switches)]
-    model.learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model.train(mode)  # new layers come in training mode
+    model.learning = []
+    for each in model.peft_config:
+        for parameter in parameters(model, each):
+            parameter.requires_grad_(each not in model.frozen)
+            model.learning += [] if each in model.frozen else [parameter]
+    model.mergeable = None
+    model.train(mode)  # new layers come in training mode
 
 
 def parameters(model, name):
@@ -89,47 +96,91 @@ def parameters(model, name):
 @torch.no_grad()
 def copy_adapter(model, source, target):
     """Give adapter `target` the weights of adapter `source`."""
+    unmerge(model)
     for old, new in zip(parameters(model, target), parameters(model, source), strict=True):
         old.copy_(new)
 
 
-class Adapter(str):
-    """The name of an adapter, and the PeftModel that has it; the empty name is the base without any."""
-
-    def __new__(cls, model, name):
-        adapter = super().__new__(cls, name)
-        adapter.model = model
-        return adapter
-
-
 @contextlib.contextmanager
 def active(model, name):
-    """Within it the base has the adapter of that name (none, or an empty name: no adapter).
+    """Within it the base has the adapter of that name (an empty name: none).
 
-    peft's set_adapter walks through the whole model, and lets only the adapter that is on learn. Here all learn that
-    did before, so that losses of several adapters can be added up and differentiated together.
+    In passes without gradients it is merged, where that is possible. peft's set_adapter walks through the whole model,
+    and lets only the adapter that is on learn. Here all learn that did before, so that losses of several adapters can
+    be added up and differentiated together.
     """
+    has_gradient = torch.is_grad_enabled()
+    set_training(model, has_gradient)
+    if has_gradient or model.merged not in (None, name):
+        unmerge(model)
     if not name:
         with model.disable_adapter():
             yield
         let_learn(model)
         return
+    switch(model, name)
+    if not has_gradient and model.merged is None:
+        merge(model, name)
+    yield
+
+
+def switch(model, name):
+    """Let the adapter of that name be on."""
     if model.active_adapter != name:
         for module in model.switches:
             has_it = isinstance(module, lora.LoraLayer) or name in module._adapters
             module.set_adapter([name] if has_it else [])
         model.active_adapter = model.base_model.active_adapter = name
         let_learn(model)
-    yield
 
 
 def let_learn(model):
-    """Let the parameters learn that did when the adapters were added, and a reference that is on not."""
+    """Let the parameters learn that did when the adapters were added, and no others."""
     for parameter in model.learning:
         parameter.requires_grad_(True)
-    if model.active_adapter.endswith("_reference"):
+    if model.active_adapter in model.frozen:
         for parameter in parameters(model, model.active_adapter):
             parameter.requires_grad_(False)
+
+
+def set_training(model, mode):
+    """Let LoRA's dropout and gradient checkpointing, which are for learning, be on or off; all else is in eval mode."""
+    if getattr(model, "was_training", False) == mode:
+        return
+    model.was_training = mode
+    for name, module in model.named_modules():
+        if "lora_dropout" in name or isinstance(module, GradientCheckpointingLayer):
+            module.training = mode
+
+
+@torch.no_grad()
+def merge(model, name):
+    """Put an adapter into the base's weights, where it can be: passes without gradients then take less time.
+
+    The layers that have adapters are in memory twice.
+    """
+    if model.mergeable is None:
+        model.mergeable = []  # while it is found out, nothing is merged
+        model.mergeable = mergeable_layers(model, model.args)
+        switch(model, name)
+    for layer in model.mergeable:
+        for parameter in layer.get_base_layer().parameters():
+            model.kept.append((parameter, parameter.data))
+            parameter.data = parameter.data.clone()
+        layer.merge(adapter_names=[name])
+    model.merged = name
+
+
+def unmerge(model):
+    """Give the base the tensors back that it had."""
+    if model.merged is None:
+        return
+    for parameter, data in model.kept:
+        parameter.data = data
+    for layer in model.mergeable:
+        layer.merged_adapters.clear()
+    model.kept = []
+    model.merged = None
 
 
 def mergeable_layers(model, args):
@@ -171,43 +222,6 @@ def lora_layers(model):
     return [module for module in model.switches if isinstance(module, lora.LoraLayer)]
 
 
-@contextlib.contextmanager
-def merged(model, name):
-    """Within it the adapter of that name is in the base's weights, of `mergeable_layers`: passes take less time.
-
-    It serves passes without gradients, of this adapter alone. The layers that have adapters are in memory twice. Then
-    the base has the tensors that it had.
-    """
-    layers = model.mergeable if name else []
-    kept = []
-    with active(model, name):
-        try:
-            for layer in layers:
-                for parameter in layer.get_base_layer().parameters():
-                    kept.append((parameter, parameter.data))
-                    parameter.data = parameter.data.clone()
-                layer.merge(adapter_names=[name])
-            yield
-        finally:
-            for parameter, data in kept:
-                parameter.data = data
-            for layer in layers:
-                layer.merged_adapters.clear()
-
-
-def forward(model, name, **inputs):
-    """The base's output, as causal_lm.forward gives it, under the adapter of that name (none: without any)."""
-    with active(model, name):
-        return causal_lm.forward(model.get_base_model(), **inputs)
-
-
-def hidden_states(model, name, **inputs):
-    """The base's last hidden states, [R, keep, D], under the adapter of that name."""
-    base = model.get_base_model()
-    with active(model, name):
-        return sharding.call_inside(base, lambda: causal_lm.forward(base.base_model, **inputs).hidden_states)
-
-
 def checkpoint_gradients(model):
     """Keep less of forward passes; what is computed again in the backward pass is under the adapter of the forward."""
 
@@ -225,60 +239,9 @@ def shard_base(model):
     sharding.shard_model(model.get_base_model(), whole)
 
 
-@contextlib.contextmanager
-def training(model):
-    """Within it LoRA's dropout and gradient checkpointing, which are for learning, are on; the base stays in eval mode.
-
-    What is computed in it is to be differentiated in it.
-    """
-    modules = []
-    for name, module in model.named_modules():
-        if "lora_dropout" in name or isinstance(module, GradientCheckpointingLayer):
-            modules.append(module)
-    for module in modules:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = False
-
-
 def adapter_state(model, name):
     """The adapter's tensors under the names that peft's files have."""
     return peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-
-
-def save_agents(folder, agents, checkpoint=False, with_optimizer=True, with_base=False):
-    """Write a folder agent_<i> for each agent: adapters, value head, tokenizer, the base's name, the optimiser's state.
-
-    A folder is whole or not there: it is written aside, then renamed. A checkpoint always has the optimiser's state,
-    and never the base, which goes to the folder `base`. Where the base is sharded, all processes call it, to send their
-    parts; the main one writes.
-    """
-    model = agents[0].model
-    base = {"base": str(agents[0].base_name), "fingerprint": fingerprint(model)}
-    if is_main():
-        for i, agent in enumerate(agents):
-            save_agent(Path(folder) / f"agent_{i}", i, agent, base, checkpoint or with_optimizer)
-    if with_base and not checkpoint:
-        save_base(Path(folder) / "base", model, agents[0].tokenizer)
-
-
-def save_agent(final, i, agent, base, with_optimizer):
-    """Write the folder of agent i aside, then rename it; `base` is what tells its base from others."""
-    aside = final.with_name(final.name + ".writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    for role in ROLES:
-        if f"agent_{i}_{role}" in agent.model.peft_config:
-            save_adapter(aside / role, agent.model, f"agent_{i}_{role}", agent.base_name)
-    if hasattr(agent, "value_head"):
-        save_tensors(agent.value_head.state_dict(), aside / HEAD)
-    agent.tokenizer.save_pretrained(aside)
-    (aside / BASE).write_text(json.dumps(base, indent=2))
-    if with_optimizer:
-        save_optimizer(aside, agent.optimizers[0], updates=agent.schedules[0].last_epoch)
-    put(aside, final)
 
 
 def save_adapter(folder, model, name, base_name):
@@ -322,6 +285,7 @@ def load_adapter(path, model, name, merge=False):
     adapter has no weights B is 0, and a module of modules_to_save stays as it is. Where the scaling (alpha / r) is
     another, B is multiplied by the ratio of the two.
     """
+    unmerge(model)
     config = read_config(path)
     tensors = read_tensors(path / WEIGHTS)
     base = model.get_base_model()
@@ -394,18 +358,3 @@ def without_base(tensors, shapes, base):
         if not is_base or not torch.equal(tensor.to(weight), weight):
             kept[key] = tensor
     return kept
-
-
-def load_agents(folder, agents):
-    """Give the agents what save_agents wrote in a checkpoint, to the bit. Raises UserError."""
-    model = agents[0].model
-    base_fingerprint = fingerprint(model)
-    for i, agent in enumerate(agents):
-        path = Path(folder) / f"agent_{i}"
-        check_base(path, model, agent.base_name, base_fingerprint)
-        for role in ROLES:
-            if f"agent_{i}_{role}" in model.peft_config:
-                load_adapter(path / role, model, f"agent_{i}_{role}")
-        if hasattr(agent, "value_head"):
-            load_head(path / HEAD, agent.value_head)
-        load_optimizer(path, agent.optimizers[0])

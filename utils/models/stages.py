@@ -5,22 +5,12 @@ import os
 import warnings
 from pathlib import Path
 
-from utils import fork
-from utils.adapters import WEIGHTS, check_base, copy_adapter, load_adapter, parameters
-from utils.checkpoint import (
-    BASE,
-    HEAD,
-    STATE,
-    checkpoints,
-    fingerprint,
-    load_head,
-    load_optimizer,
-    read_json,
-)
-from utils.cli import UserError, flags, needs, one_line
-from utils.lora import (  # noqa: F401  LoraArgs is for scripts
+from utils.cli import UserError, one_line
+from utils.files import checkpoints
+from utils.models.adapters import WEIGHTS, check_base, copy_adapter, load_adapter, unmerge
+from utils.models.loading import locate
+from utils.models.lora import (
     CONFIG,
-    LoraArgs,
     check_lora_args,
     describe_differences,
     in_words,
@@ -29,26 +19,9 @@ from utils.lora import (  # noqa: F401  LoraArgs is for scripts
     read_config,
     resolve_modules,
 )
-from utils.models import locate
+from utils.models.tensors import BASE, HEAD, fingerprint, load_head, load_optimizer
 
 PICKLE = "adapter_model.bin"
-
-
-@flags
-class StageArgs:
-    """What the adapters start from, and what the run leaves beside them."""
-
-    load_checkpoint: str | None = None  # run or peft folder to start from: its actors are now actors and references
-    # with --load-checkpoint: go on with its optimisers and their schedule too
-    load_optimizer: bool = needs("load_checkpoint", default=False)
-    # with --load-checkpoint: its references stay the references
-    keep_reference: bool = needs("load_checkpoint", "use_separate_reference_adapter", "beta", default=False)
-    # with --load-checkpoint: the critics and their value heads are new
-    fresh_critic: bool = needs("load_checkpoint", default=False)
-    # with --load-checkpoint: take a LoRA configuration that differs, merged
-    merge_lora_configs: bool = needs("load_checkpoint", default=False)
-    save_optimizer: bool = True  # keep the optimisers' state with the run's agents; a checkpoint always has it
-    save_base: bool = False  # write the base's weights too, once, at the end
 
 
 def check_stage(args):
@@ -66,6 +39,8 @@ def own_checkpoint(args):
     saved = checkpoints(Path(args.resume) / "checkpoints") if args.resume else []
     if saved or not args.fork:
         return saved[-1] if saved else None
+    from utils.run import fork  # which knows of runs, and they of models
+
     return fork.newest(args.fork)
 
 
@@ -195,76 +170,39 @@ def load_stage(agents, args):
     """
     if own_checkpoint(args):
         return
-    model = agents[0].model
-    base_fingerprint = fingerprint(model)
+    fingerprints = {}
     paths = check_checkpoint(args)
-    for path in dict.fromkeys(paths):
+    for path, agent in zip(paths, agents):
+        model = agent.actor.model
         if is_plain(path):
-            warn_of_other_base(path, agents[0].base_name)
+            warn_of_other_base(path, agent.actor.name)
         else:
-            check_base(path, model, agents[0].base_name, base_fingerprint)
-    for path, agent in zip(paths, agents):
-        load_adapter(adapter_folder(path, "actor"), model, agent.actor, args.merge_lora_configs)
-        copies = {"critic": agent.critic, "reference": agent.reference}
-        if args.fresh_critic:
-            del copies["critic"]
-        for role, name in copies.items():
-            if name in model.peft_config:
-                copy_adapter(model, agent.actor, name)
-                if role in saved_roles(path, args):
-                    load_adapter(path / role, model, name, args.merge_lora_configs)
-        if not is_plain(path) and not args.fresh_critic and (path / HEAD).is_file():
+            if id(model) not in fingerprints:
+                unmerge(model)
+                fingerprints[id(model)] = fingerprint(model)
+            check_base(path, model, agent.actor.name, fingerprints[id(model)])
+        load_adapter(adapter_folder(path, "actor"), model, agent.actor.adapter, args.merge_lora_configs)
+        for role in ("critic", "reference"):
+            policy = getattr(agent, role, None)
+            if policy is None or not policy.adapter or role == "critic" and args.fresh_critic:
+                continue
+            copy_adapter(model, agent.actor.adapter, policy.adapter)
+            if role in saved_roles(path, args):
+                load_adapter(path / role, model, policy.adapter, args.merge_lora_configs)
+        if hasattr(agent, "value_head") and not is_plain(path) and not args.fresh_critic and (path / HEAD).is_file():
             load_head(path / HEAD, agent.value_head)
-    if args.load_optimizer:
-        load_optimizers(paths, agents)
-        if args.fresh_critic:
-            forget_critics(agents)
+        if args.load_optimizer:
+            load_optimizers(path, agent, args)
 
 
-def load_optimizers(paths, agents):
-    """Restore the optimisers' moments and steps from agents' folders where all have them; else warn.
+def load_optimizers(path, agent, args):
+    """Restore the optimisers' moments and steps from an agent's folder, if it has them; else warn.
 
-    Learning rates and other settings stay the optimisers' own. Raises UserError where a state does not fit.
+    Learning rates and other settings stay the optimisers' own. With --fresh-critic only the actor's, the first, is
+    restored. Raises UserError where a state does not fit.
     """
-    missing = without_optimizer(paths)
-    if missing:
-        warnings.warn(f"{missing[0]} has no optimizer's state: the optimizers are new", stacklevel=2)
-        return
-    for path, agent in zip(paths, agents):
-        load_optimizer(path, agent.optimizers[0])
-
-
-def without_optimizer(paths):
-    """Those of agents' folders that have no optimiser's state."""
-    names = ("optimizer.safetensors", "optimizer.json")
-    return [path for path in paths if not all((path / name).is_file() for name in names)]
-
-
-def forget_critics(agents):
-    """Drop the moments of the critics and of their heads."""
-    for agent in agents:
-        optimizer = agent.optimizers[0]
-        for parameter in [*parameters(agent.model, agent.critic), *agent.value_head.parameters()]:
-            optimizer.state.pop(parameter, None)
-
-
-def updates_before(args):
-    """At which update the schedule of --load-checkpoint stood, for --load-optimizer to go on from; else 0.
-
-    Raises UserError where the optimiser's file has no such number.
-    """
-    if not args.load_optimizer:
-        return 0
-    if own_checkpoint(args):
-        path = own_checkpoint(args)
-        files = [agent / "optimizer.json" for agent in path.glob("agent_[0-9]*")]
-        updates = min(read_json(file).get("updates", 0) for file in files)  # an agent may have learned from one more
-        return max(0, updates - read_json(path / STATE).get("step", 0))
-    paths = check_checkpoint(args)
-    if without_optimizer(paths):
-        return 0
-    file = paths[0] / "optimizer.json"
-    updates = read_json(file).get("updates", 0)  # 0 in files of the first version
-    if not isinstance(updates, int) or not 0 <= updates < 2**31:
-        raise UserError(f"{file}: updates takes a number of updates, got {one_line(updates, 80)}")
-    return updates
+    for k, optimizer in enumerate(agent.optimizers[:1] if args.fresh_critic else agent.optimizers):
+        if not (path / f"optimizer_{k}.safetensors").is_file():
+            warnings.warn(f"{path} has no state of optimizer {k}: it is new", stacklevel=2)
+        else:
+            load_optimizer(path, optimizer, f"optimizer_{k}")

@@ -1,0 +1,302 @@
+"""Policies: a model of transformers, or LoRA adapters on one that agents share, called in one way.
+
+`load` gives an Initial for each agent: its model, frozen, and its tokenizer. What learns is made from it:
+
+    initial.policy                  the frozen model itself, shared by the agents that start from it
+    initial.trainable_copy(name)    a copy of all weights, or with --lora-rank new adapters on the shared model
+    initial.trainable_critic(name)  the same without an output layer, or --critic-model-name-or-path
+    initial.frozen_copy(name)       a copy that does not learn, of the adapters of the agent's actor as they are
+"""
+
+import contextlib
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from utils import distributed
+from utils.cli import flag_name
+from utils.models import adapters, causal_lm, engine, loading, lora, sharding, stages
+from utils.models.transcripts import end_tokens
+
+UNLIMITED = 2**31
+
+
+@dataclass
+class Output:
+    """What a policy computes at n places, or of a next token in R rows."""
+
+    logits: torch.Tensor | None  # [n, vocabulary]; None: a critic
+    hidden_states: torch.Tensor | None = None  # [n, D] of the last layer
+    cache: Any = None  # cache.select(keep) keeps the rows where keep [R] is True
+
+
+@dataclass
+class Cache:
+    """A model's cache of R rows."""
+
+    content: Any
+
+    def select(self, keep):
+        if not keep.all():
+            self.content.reorder_cache(keep.nonzero().squeeze(1))
+        return self
+
+
+class Policy:
+    """A model of transformers, `model`, or the adapters of a name on it, where it is a peft.PeftModel."""
+
+    def __init__(self, model, tokenizer, name, adapter=None, is_body=False):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name  # of the initial model, or of the critic's
+        self.adapter = adapter  # None: a model without adapters; "": a PeftModel's base
+        self.is_body = is_body  # of an adapter: hidden states alone are computed
+        self.is_copy = False  # of a frozen model: it is the agent's own
+        self.to_be_sharded = False  # when it is first called: copies are made of it before
+        self.positions = True  # counted from a row's first token
+
+    @property
+    def device(self):
+        return self.base.device
+
+    @property
+    def config(self):
+        return self.base.config
+
+    @property
+    def base(self):
+        """The transformers model that is called."""
+        model = self.model if self.adapter is None else self.model.get_base_model()
+        return model.base_model if self.is_body else model
+
+    def parameters(self):
+        """A list of what learns."""
+        if self.adapter is None:
+            return [parameter for parameter in self.base.parameters() if parameter.requires_grad]
+        return adapters.parameters(self.model, self.adapter)
+
+    def copy_from(self, other):
+        """Take over the weights of another policy of the same kind."""
+        with torch.no_grad():
+            if self.adapter is None:
+                for old, new in zip(self.model.parameters(), other.model.parameters(), strict=True):
+                    old.copy_(new)
+            else:
+                adapters.copy_adapter(self.model, other.adapter, self.adapter)
+
+    @contextlib.contextmanager
+    def active(self):
+        """Within it the model is this policy: its adapters are on, and merged or in training mode as gradients ask."""
+        if self.to_be_sharded:
+            self.shard()
+        if self.adapter is None:
+            adapters.set_training(self.model, torch.is_grad_enabled())
+            yield
+        else:
+            with adapters.active(self.model, self.adapter):
+                yield
+
+    def shard(self):
+        """Let each process keep its part of the weights."""
+        if not getattr(self.model, "is_sharded", False):
+            (sharding.shard_model if self.adapter is None else adapters.shard_base)(self.model)
+            self.model.is_sharded = True
+        self.to_be_sharded = False
+
+    def next_token(self, ids, attention_mask, cache=None):
+        """The output after rows of ids [R, S], padded on the left: logits [R, vocabulary], and a cache for the next."""
+        new_ids = ids if cache is None else ids[:, -1:]
+        content = None if cache is None else cache.content
+        options = {"keep": 1, "use_cache": True, "positions": self.positions}
+        with self.active():
+            out = causal_lm.forward(self.base, new_ids, attention_mask, content, **options)
+        return Output(out.logits[:, -1].float(), cache=Cache(out.cache))
+
+    def read(self, ids, attention_mask, where):
+        """The output at the n places where `where` [b, S] is True, in rows of ids [b, S], padded on the right.
+
+        At place (row, t) it is what the model computes after ids[row, :t]: it predicts token t.
+        """
+        where = where[:, 1:]
+        is_column = where.any(0)
+        width = int(is_column.nonzero().amax()) + 1 if is_column.any() else 1
+        columns = (
+            is_column[:width].nonzero().squeeze(1) if is_column.any() else is_column.new_zeros(1, dtype=torch.long)
+        )
+
+        def compute():
+            return causal_lm.read(self.base, ids[:, :width], columns)
+
+        with self.active():
+            out = sharding.call_inside(self.model.get_base_model(), compute) if self.is_body else compute()
+        places = where[:, columns]
+        logits = None if out.logits is None else out.logits[places]
+        return Output(logits, None if out.hidden_states is None else out.hidden_states[places])
+
+
+class Initial:
+    """What an agent starts from."""
+
+    def __init__(self, source, i, args):
+        self.source = source
+        self.i = i
+        self.args = args
+        self.tokenizer = source.tokenizer
+        self.config = source.config
+        room = engine.max_length(source.config, args)
+        self.longest_prompt = room - args.max_new_tokens if room else UNLIMITED
+
+    @property
+    def end_ids(self):
+        """The tokens that end an answer."""
+        return torch.tensor(end_tokens(self.policy.base, self.tokenizer), device=self.policy.device)
+
+    @property
+    def policy(self):
+        return self.source.policy
+
+    def trainable_copy(self, name):
+        return self.source.copy(name)
+
+    def frozen_copy(self, name):
+        return self.source.copy(name, like=f"agent_{self.i}_actor")
+
+    def trainable_critic(self, name):
+        if self.args.critic_model_name_or_path:
+            return self.critic_of_its_own()
+        return self.source.copy(name, is_body=True)
+
+    def critic_of_its_own(self):
+        """A model of --critic-model-name-or-path."""
+        args = self.args
+        flag = flag_name("critic_model_name_or_path")
+        names = args.critic_model_name_or_path
+        name = names[self.i] if len(names) > 1 else names[0]
+        options = (args.dtype, args.attn_implementation, args.trust_remote_code, args.critic_model_config)
+        model = loading.load_model(name, flag, *options, loading.AutoModel).to(distributed.device())
+        causal_lm.prepare(model, name, args.mixed_precision)
+        model.requires_grad_(True)
+        if args.shard:
+            sharding.shard_model(model)
+        tokenizer = loading.load_critic_tokenizer(self.tokenizer, name, args)
+        return Policy(model, tokenizer, name)
+
+
+class Source:
+    """A model that agents start from, loaded when it is first needed."""
+
+    def __init__(self, name, config, tokenizer, args, model=None):
+        self.name = name
+        self.config = config
+        self.tokenizer = tokenizer
+        self.args = args
+        self.given = model
+        self.loaded = None
+
+    @property
+    def policy(self):
+        if self.loaded is None:
+            model = loading.load_frozen(self.name, self.args, distributed.device(), self.given)
+            adapter = None
+            if lora.is_wanted(self.args):
+                model = adapters.wrap(model, stages.build_config(model, self.args), self.args)
+                adapter = ""
+            if self.args.torch_compiler:
+                base = model if adapter is None else model.get_base_model()
+                base.base_model.compile(mode=self.args.torch_compiler, dynamic=True)
+            self.loaded = self.policy_of(model, adapter)
+            self.loaded.to_be_sharded = self.args.shard
+        return self.loaded
+
+    def policy_of(self, model, adapter=None, is_body=False):
+        policy = Policy(model, self.tokenizer, self.name, adapter, is_body)
+        policy.positions = self.args.calc_position_embeddings
+        return policy
+
+    def copy(self, name, like=None, is_body=False):
+        """A policy that learns; with `like`, the name of an adapter, one that does not, and begins as that."""
+        initial = self.policy
+        if initial.adapter is not None:
+            adapters.add(initial.model, name, like)
+            policy = self.policy_of(initial.model, name, is_body)
+            policy.to_be_sharded = self.args.shard
+            return policy
+        model = copy.deepcopy(initial.model.base_model if is_body else initial.model)
+        model.requires_grad_(like is None)
+        if self.args.gradient_checkpointing and like is None:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.args.shard:
+            sharding.shard_model(model)
+        policy = self.policy_of(model)
+        policy.is_copy = like is not None
+        return policy
+
+
+def load(args, model=None, tokenizer=None):
+    """An Initial for each agent, as the flags name them, or of copies of `model` and `tokenizer`, which are loaded.
+
+    Only configurations and tokenizers are loaded yet. Raises UserError for what is not to be had, and for flags that
+    the models can't follow.
+    """
+    args.check_models()
+    names = loading.per_agent(flag_name("model"), loading.name_of(args, model), args.num_agents)
+    configs = loading.check_models("model", "model_config", args, model, quantized=lora.is_wanted(args))
+    tokenizers = loading.load_tokenizers(args, tokenizer, model)
+    sources = {}
+    initials = []
+    for i, name in enumerate(names):
+        if name not in sources:
+            sources[name] = Source(name, configs[i], tokenizers[i], args, model)
+        initials.append(Initial(sources[name], i, args))
+    for initial in initials:
+        loading.check_initial(initial, args)
+    loading.check_critics(initials, args)
+    return initials
+
+
+@contextlib.contextmanager
+def sampling(agents, args):
+    """Within it the agents sample: sharded weights are whole, weights are cast once, and vLLM has those of now."""
+    models = list({id(agent.actor.base): agent.actor.base for agent in agents}.values())
+    if args.use_vllm:
+        for agent in agents:
+            engine.hand_over(agent, agents, args)
+        yield
+        return
+    for agent in agents:
+        if agent.actor.to_be_sharded:
+            agent.actor.shard()
+    with sharding.whole_models(models), contextlib.ExitStack() as stack:
+        for model in models[:1]:
+            stack.enter_context(causal_lm.autocast(model))
+        yield
+
+
+def in_chunks(generate):
+    """Let a script's `generate` continue at most --hf-generate-chunk-size contexts at once."""
+
+    @functools.wraps(generate)
+    def generate_in_chunks(agent, contexts, args, generator):
+        size = args.hf_generate_chunk_size or max(1, len(contexts))
+        answers = []
+        for start in range(0, max(1, len(contexts)), size):
+            answers += generate(agent, contexts[start : start + size], args, generator)
+        return answers
+
+    return generate_in_chunks
+
+
+def generate_with_vllm(agent, contexts, args, generator):
+    """Continue R lists of ids by vLLM, which `sampling` has given the agent's weights: R lists of new ids."""
+    if not contexts:
+        return []
+    return engine.generate(agent, contexts, args, generator)
+
+
+def adamw(parameters, lr, args):
+    """AdamW with the flags' weight decay, betas and epsilon."""
+    betas = (args.adam_beta1, args.adam_beta2)
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=args.adam_epsilon, weight_decay=args.weight_decay)

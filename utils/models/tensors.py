@@ -1,0 +1,115 @@
+"""Tensors and optimisers to and from safetensors files, and what tells one base from another."""
+
+import hashlib
+import json
+import math
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from utils.cli import UserError, one_line
+from utils.distributed import is_main
+from utils.files import read_json
+from utils.models.sharding import share, whole, whole_tensors
+
+BASE = "base.json"
+HEAD = "value_head.safetensors"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
+
+
+def load_head(path, head):
+    """Give a value head the tensors in a file. Raises UserError."""
+    tensors = read_tensors(path)
+    check_shapes(path, tensors, {name: x.shape for name, x in head.state_dict().items()})
+    head.load_state_dict(tensors)
+
+
+def fingerprint(model):
+    """What tells one base from another: its shape, and a SHA-256 of up to 65,536 elements of each weight, as bfloat16.
+
+    It is the same in float32, float16 and bfloat16, with adapters and without.
+    """
+    sha256 = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters(), key=lambda item: plain(item[0])):
+        if not is_of_adapter(name):
+            sample = whole(weight).detach().flatten()[:: math.ceil(weight.numel() / 65536)].to("cpu", torch.bfloat16)
+            sha256.update(plain(name).encode() + sample.view(torch.int16).numpy().tobytes())
+    config = model.config.get_text_config()
+    shape = {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    return {"model_type": config.model_type, **shape, "sha256": sha256.hexdigest()}
+
+
+def is_of_adapter(name):
+    """Whether a parameter of that name is an adapter's, a module that it has a copy of included."""
+    return ".lora_" in name or ".modules_to_save." in name
+
+
+def plain(name):
+    """A parameter's name in the base without adapters."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def save_tensors(tensors, path):
+    save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def group_sizes(optimizer):
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def read_tensors(path):
+    """The tensors in a safetensors file, by name. Raises UserError."""
+    try:
+        return load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{path} is no whole safetensors file: {one_line(error)}") from error
+
+
+def check_shapes(path, tensors, shapes):
+    """Raise UserError unless the tensors are those of the shapes, by name."""
+    there = {name: [*x.shape] for name, x in tensors.items()}
+    here = {name: [*shape] for name, shape in shapes.items()}
+    for name in [*here, *there]:
+        if there.get(name) != here.get(name):
+            differing = f"{name} is {there.get(name, 'not')} there, {here.get(name, 'not')} here"
+            raise UserError(f"{path} does not fit: {differing}")
+
+
+def save_optimizer(folder, optimizer, name="optimizer", **counts):
+    """Write the moments and steps of an AdamW optimizer as <name>.safetensors, the sizes of its groups beside them.
+
+    `counts`, numbers by name, stand beside the sizes.
+    """
+    tensors = {}
+    for k, moments in optimizer.state_dict()["state"].items():
+        for moment, x in moments.items():
+            tensors[f"{k}.{moment}"] = x
+    tensors = whole_tensors(tensors)
+    if not is_main():
+        return
+    save_tensors(tensors, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(json.dumps({"groups": group_sizes(optimizer), **counts}))
+
+
+def load_optimizer(folder, optimizer, name="optimizer"):
+    """Restore what save_optimizer wrote; learning rates and other settings stay. Raises UserError where it can't."""
+    path = folder / f"{name}.json"
+    there = read_json(path).get("groups")
+    here = group_sizes(optimizer)
+    if here != there:
+        raise UserError(f"{path} does not fit: {there} parameters there, {here} here")
+    path = folder / f"{name}.safetensors"
+    tensors = read_tensors(path)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shapes = {}
+    moments = {}
+    for k, parameter in enumerate(parameters):
+        if f"{k}.step" in tensors:  # a parameter that never had a gradient has no state
+            shapes |= {f"{k}.step": (), f"{k}.exp_avg": parameter.shape, f"{k}.exp_avg_sq": parameter.shape}
+            moments[k] = {moment: tensors.get(f"{k}.{moment}") for moment in MOMENTS}
+    check_shapes(path, tensors, shapes)
+    for k in moments:
+        for moment in MOMENTS[1:]:
+            moments[k][moment] = share(moments[k][moment], parameters[k])
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})

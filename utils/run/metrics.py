@@ -1,0 +1,62 @@
+"""Metrics of a team's rollouts, and of its agents' updates, by their names in metrics.csv."""
+
+import torch
+
+from utils import distributed
+
+OF_TEAM = ("kl", "reference_logprob")  # metrics of agents that are written once, as means over the agents
+
+
+def team_metrics(rollouts, several_turns):
+    """Rewards and lengths of the episodes of all processes, {name: float}.
+
+    What the team earns in an episode is the mean over its agents. An episode in which no agent acted does not count.
+    """
+    has_acted = torch.stack([(rollout.turns > 0).any(1) for rollout in rollouts]).any(0)  # [B]
+    earned = torch.stack([rollout.rewards.double().sum(1) for rollout in rollouts], 1)  # [B, N]
+    earned = distributed.gather(earned[has_acted])  # of all processes
+    of_team = earned.mean(1)
+    metrics = {"reward_mean": of_team.mean(), "reward_std": of_team.std(correction=0)}
+    if several_turns:
+        metrics |= turn_metrics(rollouts, num_episodes=len(earned))
+    if len(earned) and (earned - of_team[:, None]).abs().max() > 1e-6:  # agents earn differently
+        metrics |= {f"agent_{i}/reward_mean": mean for i, mean in enumerate(earned.mean(0))}
+    for i, rollout in enumerate(rollouts):
+        num_tokens, num_turns = distributed.sum(torch.stack([count_tokens(rollout), count_turns(rollout)]))
+        metrics[f"agent_{i}/response_length"] = num_tokens / num_turns
+    return {name: float(x) for name, x in metrics.items()}
+
+
+def turn_metrics(rollouts, num_episodes):
+    """How many turns an episode has, and what the team earns in each of them."""
+    metrics = {"turns": 0.0}
+    for turn in range(1, max(distributed.max(rollout.turns) for rollout in rollouts) + 1):
+        in_turn = [(rollout.turns == turn).double() for rollout in rollouts]
+        is_played = torch.stack([x.any(1) for x in in_turn]).any(0)
+        rewards = torch.stack([(rollout.rewards * x).sum(1) for rollout, x in zip(rollouts, in_turn)]).mean(0)
+        count, reward = distributed.sum(torch.stack([is_played.sum(), rewards.sum()]))
+        metrics["turns"] += count / num_episodes
+        metrics[f"turn_{turn}/reward_mean"] = reward / count
+    return metrics
+
+
+def count_tokens(rollout):
+    """How many tokens this process sampled."""
+    return (rollout.turns > 0).sum()
+
+
+def count_turns(rollout):
+    """In how many turns an agent acted, of all episodes of this process."""
+    before = torch.nn.functional.pad(rollout.turns, (1, 0))[:, :-1]
+    return ((rollout.turns > 0) & (rollout.turns != before)).sum()
+
+
+def agent_metrics(metrics, critic_metrics=None):
+    """The metrics of N agents, dicts, and of a critic of the team: agent_<i>/<name>, critic/<name>, and means."""
+    named = {}
+    for name in OF_TEAM:
+        if name in metrics[0]:
+            named[name] = sum(float(each[name]) for each in metrics) / len(metrics)
+    for i, each in enumerate(metrics):
+        named |= {f"agent_{i}/{name}": x for name, x in each.items() if name not in OF_TEAM}
+    return named | {f"critic/{name}": x for name, x in (critic_metrics or {}).items()}

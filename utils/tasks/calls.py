@@ -1,0 +1,111 @@
+"""Calls of a task's own code: with the arguments that it names, in time, at a second attempt, and checked."""
+
+import contextlib
+import inspect
+import signal
+import threading
+
+from tqdm import tqdm
+
+from utils.cli import TaskError, UserError, describe, one_line
+
+
+@contextlib.contextmanager
+def blame(what, item):
+    """Within it, an error of the task's own code becomes a TaskError of one line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise TaskError(f"{what}, {one_line(item, 80)}: {describe(error)}") from error
+
+
+def call(function, *arguments, **optional):
+    """function(*arguments), with those of the optional arguments that it names; all of them if it takes **any."""
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters}
+        optional = {name: value for name, value in optional.items() if name in names}
+    return function(*arguments, **optional)
+
+
+def check_timer(seconds):
+    """Raise UserError where `time_limit` can't serve."""
+    if seconds is not None and threading.current_thread() is not threading.main_thread():
+        raise UserError("--reward-timeout takes the main thread: its alarm is a signal")
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Within it, Python code that takes longer is ended by a TimeoutError; None: no limit. For the main thread only."""
+
+    def expire(*_):
+        raise TimeoutError(f"no answer within --reward-timeout, {seconds:g} s")
+
+    if seconds is None:
+        yield
+        return
+    handler = signal.signal(signal.SIGALRM, expire)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def call_twice(reward_rows, name, items):
+    """What reward_func returns for all items, at a second attempt if need be. Raises TaskError where both fail."""
+    rows = range(len(items))
+    try:
+        return reward_rows(rows)
+    except (Exception, SystemExit) as error:
+        tqdm.write(f"{name} raised {describe(error)}; it is asked once more")
+    try:
+        return reward_rows(rows)
+    except (Exception, SystemExit) as error:
+        cause = error
+    where = f"the batch of {len(items)} items"
+    if not isinstance(cause, TimeoutError):
+        for k in rows:  # which item is it?
+            try:
+                reward_rows([k])
+            except (Exception, SystemExit) as error:
+                cause = error
+                where = f"item {k}, {one_line(items[k], 80)}"
+                break
+    raise TaskError(f"{name} raised {describe(cause)} on {where}") from cause
+
+
+def as_lists(rewards, name, num_agents, items):
+    """What reward_func returned as one list of B values (joint rewards) or a list for each agent. Raises TaskError."""
+    B = len(items)
+    try:
+        rewards = [value.tolist() if hasattr(value, "tolist") else value for value in rewards]
+    except TypeError:
+        got = one_line(repr(rewards), 80)
+        raise TaskError(f"{name} returned {got}; it takes a list of {B} numbers") from None
+    per_agent = len(rewards) == num_agents and all(isinstance(row, (list, tuple)) for row in rewards)
+    rows = rewards if per_agent else [rewards]
+    for row in rows:
+        if len(row) != B:
+            item = one_line(items[min(len(row), B - 1)], 80)
+            what = "has none" if len(row) < B else "has one too many"
+            raise TaskError(f"{name} returned {len(row)} values for {B} items, one each: {item} {what}")
+    return rows
+
+
+def as_number(value, name, k, item):
+    if not is_number(value):
+        got = one_line(repr(value), 80)
+        raise TaskError(f"{name} returned {got} for item {k}, {one_line(item, 80)}; it takes a number up to 1e30")
+    return float(value)
+
+
+def is_number(value):
+    """Whether it is a number of Python, numpy or torch, and of a size up to 1e30, as flags are."""
+    if isinstance(value, (str, bytes)):
+        return False
+    try:
+        return abs(float(value)) <= 1e30
+    except Exception:  # of whatever it is that is no number
+        return False

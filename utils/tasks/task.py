@@ -1,0 +1,276 @@
+"""A task's functions as a script's TeamEnv calls them: checked, timed, with the arguments that they name."""
+
+import importlib
+import importlib.util
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+from utils import envs
+from utils.cli import TaskError, UserError, describe, one_line
+from utils.clock import timed
+from utils.tasks import questions
+from utils.tasks.calls import as_lists, as_number, blame, call, call_twice, check_timer, time_limit
+
+BUILT_IN = ("arxiv", "build", "code", "number", "probe", "reasoning", "tldr")
+NEEDED = ("formatters", "reward_func")
+DATA = ("train_dataset", "eval_dataset", "named_dataset", "item_of")
+OPTIONAL = (*DATA, "external_transition", "reward_processor", "metrics_callback", "optimum", "check", "TeamEnv")
+SHORT_FORMS = {  # what a task may have in place of each that is needed, and what makes the one of the other
+    "formatters": ("conversation_template", questions.make_formatter),
+    "reward_func": ("reward_fn", questions.make_reward_func),
+}
+
+
+class Observation(list):
+    """What an agent reads, messages or token ids; `given` is the whole prompt, as the task gave it."""
+
+    def __init__(self, content, given):
+        super().__init__(content)
+        self.given = given
+
+
+class Task:
+    """A task, or a game, as TeamEnv calls it. `given` is the user's own object, `name` what errors call it.
+
+    `TeamEnv` is there where the task or the game brings an environment of its own, `formatters` and the other methods
+    for all others. `initials` has of each agent what it reads with, where prompts are to be truncated.
+    """
+
+    def __init__(self, given, name, args):
+        self.given = given
+        self.name = name
+        self.args = args
+        self.initials = None
+        check_timer(args.reward_timeout)
+
+    def formatters(self, item, i):
+        """The first prompt of agent i, a string or chat messages; or token ids, where it was truncated."""
+        formatters = formatters_of(self.given, self.args.num_agents)
+        with blame(f"formatter of agent {i} failed on item", item):
+            chat = call(formatters[i], item, agent=i, num_agents=self.args.num_agents)
+        if self.initials is None:
+            return chat
+        with blame(f"formatter of agent {i} gave no prompt for item", item):
+            ids = self.initials[i].encode(chat)
+        limit = self.initials[i].prompt_limit
+        return chat if len(ids) <= limit else Observation(truncate(ids, limit, self.initials[i].tokenizer), chat)
+
+    def reward_func(self, *completions, items, histories):
+        """What each agent earns in a turn: N lists of B floats, for N lists of B answers. Raises TaskError.
+
+        histories[b][i] is what agent i of episode b has read and answered, in turn. A reward_func that raises is asked
+        once more. A joint reward is each agent's. reward_processor, if there is one, has been applied.
+        """
+        N = len(completions)
+        name = getattr(self.given.reward_func, "__name__", "reward_func")
+        turn = len(histories[0][0]) // 2 - 1
+
+        def reward_rows(rows):
+            own = [histories[k] for k in rows]
+            with time_limit(self.args.reward_timeout):
+                return call(
+                    self.given.reward_func,
+                    *[[texts[k] for k in rows] for texts in completions],
+                    items=[items[k] for k in rows],
+                    prompts=[[given_prompts(history[i])[-1] for history in own] for i in range(N)],
+                    turns=[[history[i][1::2] for history in own] for i in range(N)],
+                    turn=turn,
+                    num_turns=self.args.num_turns,
+                )
+
+        with timed("reward"):
+            rewards = as_lists(call_twice(reward_rows, name, items), name, N, items)
+            rewards = [[as_number(value, name, k, items[k]) for k, value in enumerate(row)] for row in rewards]
+            if hasattr(self.given, "reward_processor"):
+                rewards = [[self.process(value, k, items[k]) for k, value in enumerate(row)] for row in rewards]
+        return rewards * N if len(rewards) == 1 and N > 1 else rewards
+
+    def process(self, value, k, item):
+        with blame(f"reward_processor raised on {value} of item {k}", item):
+            processed = self.given.reward_processor(value)
+        return as_number(processed, "reward_processor", k, item)
+
+    def external_transition(self, item, completions, history):
+        """What the agents read next, N lists of new messages; None: the episode ends. Raises TaskError.
+
+        The task returns whole prompts: of a chat that goes on from the agent's last prompt what comes after it is new,
+        of any other chat all messages of the user.
+        """
+        if not hasattr(self.given, "external_transition"):
+            return None
+        N = len(completions)
+        prompts = [given_prompts(own) for own in history]
+        with blame("external_transition failed on item", item), timed("reward"):
+            next_prompts = call(
+                self.given.external_transition,
+                prompt=item.get("prompt", "") if isinstance(item, dict) else "",
+                agent_completions=list(completions),
+                num_agents=N,
+                prompt_history_per_agent=[list(own) for own in prompts],
+                response_history_per_agent=[own[1::2] for own in history],
+                item=item,
+                turn=len(history[0]) // 2 - 1,
+            )
+        if next_prompts is None:
+            return None
+        if not isinstance(next_prompts, (list, tuple)) or len(next_prompts) != N:
+            takes = f"a list of {N} prompts, or None"
+            raise TaskError(f"external_transition returned {one_line(repr(next_prompts), 80)}; it takes {takes}")
+        observations = []
+        for i, prompt in enumerate(next_prompts):
+            with blame(f"external_transition of agent {i} gave no prompt for item", item):
+                observations.append(Observation(new_messages(prompts[i][-1], prompt), prompt))
+        return observations
+
+    def extra_metrics(self, rollouts, items):
+        """What the task's metrics_callback, if there is one, returns: {name: float}. Raises TaskError."""
+        if not hasattr(self.given, "metrics_callback"):
+            return {}
+        try:
+            metrics = call(self.given.metrics_callback, rollouts, items=items)
+            return {str(name): float(value) for name, value in metrics.items()}
+        except (Exception, SystemExit) as error:
+            raise TaskError(f"metrics_callback raised {describe(error)}") from error
+
+    def optimum(self, items):
+        """The expected reward of an episode of these items at best; None: the task does not say. Raises UserError."""
+        if not hasattr(self.given, "optimum"):
+            return None
+        counts = {"num_agents": self.args.num_agents, "num_turns": self.args.num_turns, "items": items}
+        try:
+            best = call(self.given.optimum, **counts)
+            best = None if best is None else float(best)
+        except (Exception, SystemExit) as error:
+            raise UserError(f"optimum of {self.name} failed: {describe(error)}") from error
+        if best is not None and not math.isfinite(best):
+            raise UserError(f"optimum of {self.name} returned {best}; it takes a finite number")
+        return best
+
+
+def given_prompts(own):
+    """The prompts in an agent's history, as the task gave them."""
+    return [getattr(observation, "given", observation) for observation in own[::2]]
+
+
+def new_messages(earlier, prompt):
+    """The messages of a prompt that are new after an earlier one and the answer to it."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    goes_on = prompt != earlier and list(prompt[: len(earlier)]) == list(earlier)
+    new = prompt[len(earlier) :] if goes_on else prompt
+    new = [message for message in new if message["role"] == "user"]
+    if not new:
+        raise ValueError("its chat has no new message of the user")
+    return new
+
+
+def truncate(ids, most, tokenizer):
+    """Token ids, of which those on the left go where there are more than `most`; a first special token stays."""
+    if len(ids) <= most:
+        return ids
+    first = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+    return first + ids[len(ids) - most + len(first) :]
+
+
+def formatters_of(task, num_agents):
+    """The formatter of each agent: the task has one for all, or a list."""
+    if isinstance(task.formatters, (list, tuple)):
+        return list(task.formatters)
+    return [task.formatters] * num_agents
+
+
+# --- Loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_task(given, args, default):
+    """The task or game of these flags as a Task. Raises UserError where there is none, or where it lacks something.
+
+    `given` is an object from Python in place of what --task or --env names; None: there is none. Without any it is
+    `default`, a script's module.
+    """
+    if args.task and args.env:
+        raise UserError(f"--env {args.env} and --task {args.task} are two things to train on; give one")
+    if given is None:
+        given = args.task or args.env or default
+    if args.env and given is args.env or not isinstance(given, str) and envs.is_game(given):
+        return load_game(given, args)
+    name = name_of(given)
+    task = given
+    if isinstance(task, str):
+        task = importlib.import_module(f"utils.tasks.{task}") if task in BUILT_IN else load_file(task)
+    if given is not default and hasattr(task, "TeamEnv"):
+        whole = Task(task, name, args)
+        whole.TeamEnv = envs.guarded(task.TeamEnv, name)
+        return whole
+    if any(hasattr(task, form) for form, _ in SHORT_FORMS.values()) or getattr(task, "formatters", None) is None:
+        task = complete(task, name)
+    check(task, name, args)
+    return Task(task, name, args)
+
+
+def load_game(given, args):
+    """A game, of one player or of several, as a Task that has an environment of its own."""
+    game, environment = envs.load_env(given, args)
+    whole = Task(game, envs.label_of(given), args)
+    whole.TeamEnv = environment
+    return whole
+
+
+def check(task, name, args):
+    """Raise UserError for a task that lacks something, or can't serve the team."""
+    for attribute in NEEDED:
+        if not hasattr(task, attribute):
+            raise UserError(f"{name} has no {attribute}")
+    for attribute in (*NEEDED, *OPTIONAL):
+        value = getattr(task, attribute, None)
+        if attribute != "formatters" and hasattr(task, attribute) and not callable(value):
+            raise UserError(f"{name}: {attribute} is not a function but {one_line(repr(value), 80)}")
+    formatters = formatters_of(task, args.num_agents)
+    if len(formatters) != args.num_agents:
+        raise UserError(f"{name} has {len(formatters)} formatters for {args.num_agents} agents; it takes one each")
+    if not all(map(callable, formatters)):
+        raise UserError(f"{name}: each of its formatters is to be a function")
+    if hasattr(task, "check"):
+        try:
+            task.check(args.num_agents, args.num_turns)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise UserError(f"{name}: check failed: {describe(error)}") from error
+
+
+def complete(task, name):
+    """A task with formatters, also where it has none, and reward_func, in place of what stands for them."""
+    there = (*NEEDED, *OPTIONAL, "columns", "__file__", "__name__")
+    whole = SimpleNamespace(**{attribute: getattr(task, attribute) for attribute in there if hasattr(task, attribute)})
+    for attribute, (short_form, make) in SHORT_FORMS.items():
+        if hasattr(task, short_form):
+            if hasattr(task, attribute):
+                raise UserError(f"{name} has both {attribute} and {short_form}; it takes one of them")
+            setattr(whole, attribute, make(getattr(task, short_form), name))
+    if getattr(whole, "formatters", None) is None:
+        whole.formatters = questions.read_prompt
+    whole.item_columns = questions.needed_columns(task)
+    return whole
+
+
+def name_of(task):
+    """What errors call a task."""
+    if isinstance(task, str):
+        return f"--task {task}"
+    if getattr(task, "__file__", None):
+        return f"the task in {Path(task.__file__).name}"
+    return f"the task {getattr(task, '__name__', type(task).__name__)}"
+
+
+def load_file(path):
+    """The module in a task's file. Raises UserError."""
+    if not path.endswith(".py"):
+        raise UserError(f"--task takes {', '.join(BUILT_IN)} or a FILE.py, got {path}")
+    if not Path(path).is_file():
+        raise UserError(f"--task takes {', '.join(BUILT_IN)} or a FILE.py, and there is no file {path}")
+    try:
+        return envs.import_file(path, "task_file")
+    except (Exception, SystemExit) as error:
+        raise UserError(f"--task {path} can't be loaded: {describe(error)}") from error
