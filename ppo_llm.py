@@ -154,9 +154,9 @@ class Agent:
         self.end_ids = initial.end_ids  # tokens that end an answer
         self.longest_prompt = initial.longest_prompt  # tokens after which there is room for an answer
         self.reference = initial.policy  # frozen; the agents that start from one model share it
+        self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         if args.use_separate_reference_adapter:
             self.reference = initial.frozen_copy(f"agent_{i}_reference")
-        self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         self.critic = None
         if args.use_separate_critic:
             self.critic = initial.trainable_critic(f"agent_{i}_critic")

@@ -29,8 +29,9 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
+from utils import distributed
 from utils.cli import TaskError, UserError, describe, one_line
-from utils.tasks.calls import call, is_number, time_limit
+from utils.tasks.calls import call, check_prompt, in_reward_phase, is_number, time_limit
 
 BUILT_IN = ("grid", "guess", "probe")
 MADE_GAMES = 4800  # to train on, without --train-size
@@ -186,6 +187,8 @@ class Games:
                 environment = self.factory()
                 self.environments[b] = environment
                 observations[b] = as_chat(check_reset(call(environment.reset, seed=item["seed"]), environment))
+        if not observations:
+            self.finish()
         return [observations]
 
     def step(self, actions):
@@ -208,21 +211,26 @@ class Games:
         return [observations], [rewards], truncated
 
     def finish(self):
-        """Close what is left, and say what has failed. Raises TaskError where all episodes have."""
+        """Close what is left, and say what has failed. Raises TaskError where all episodes of all processes have.
+
+        The processes wait for each other here, once a rollout.
+        """
         for b in list(self.environments):
             with self.guard(b):
                 close(self.environments.pop(b))
         for b, error in self.failed.items():
             tqdm.write(f"the episode of seed {self.items[b]['seed']} is dropped: {error}")
-        if self.failed and len(self.failed) == len(self.items):
-            error = next(iter(self.failed.values()))
-            raise TaskError(f"the environment failed in all {len(self.items)} episodes, at first with {error}")
+        everywhere = distributed.gather_objects((len(self.items), [*self.failed.values()]))
+        num_episodes = sum(size for size, _ in everywhere)
+        errors = [error for _, own in everywhere for error in own]
+        if errors and len(errors) == num_episodes:
+            raise TaskError(f"the environment failed in all {num_episodes} episodes, at first with {errors[0]}")
 
     @contextlib.contextmanager
     def guard(self, b):
         """Within it an error of the environment, or too long a call, drops episode b, and a TaskError ends the run."""
         try:
-            with time_limit(self.timeout):
+            with in_reward_phase(), time_limit(self.timeout):
                 yield
         except TaskError:
             raise
@@ -247,6 +255,7 @@ def guarded(TeamEnv, label):
         def __init__(self, task, items, args):
             self.num_agents = args.num_agents
             self.timeout = args.reward_timeout
+            self.acted = [set() for _ in range(args.num_agents)]  # episodes in which an agent has acted
             with self.guard("__init__"):
                 self.env = TeamEnv(task, items, args)
 
@@ -257,22 +266,35 @@ def guarded(TeamEnv, label):
         def reset(self):
             with self.guard("reset"):
                 observations = self.env.reset()
-            return self.check(observations, "reset", "observations")
+            return self.check_observations(observations, "reset")
 
         def step(self, actions):
             with self.guard("step"):
                 result = self.env.step(actions)
-            observations, rewards, cut_short = check_length(
-                result, f"step of {label}", ("observations", "rewards", "cut_short")
-            )
-            self.check(observations, "step", "observations")
-            for own in self.check(rewards, "step", "rewards"):
+            names = ("observations", "rewards", "cut_short")
+            observations, rewards, cut_short = check_length(result, f"step of {label}", names)
+            for acted, own in zip(self.acted, actions):
+                acted |= own.keys()
+            with self.guard("step"):
+                return self.check_observations(observations, "step"), self.check_rewards(rewards), set(cut_short)
+
+        def check_observations(self, observations, method):
+            for i, own in enumerate(self.check(observations, method, "observations")):
+                for b, chat in own.items():
+                    with self.guard(f"{method}, where agent {i} observes episode {b},"):
+                        check_prompt(chat)
+            return observations
+
+        def check_rewards(self, rewards):
+            """Rewards as floats. An agent that has not acted has no token to put its reward on."""
+            for i, own in enumerate(self.check(rewards, "step", "rewards")):
                 for b, reward in own.items():
+                    what = f"step of {label} returned the reward {one_line(repr(reward), 80)} of agent {i} in episode {b}"
                     if not is_number(reward):
-                        got = one_line(repr(reward), 80)
-                        raise TaskError(f"step of {label} returned the reward {got} in episode {b}; it takes a number")
-            rewards = [{b: float(reward) for b, reward in own.items()} for own in rewards]
-            return observations, rewards, set(cut_short)
+                        raise TaskError(f"{what}; it takes a number up to 1e30")
+                    if b not in self.acted[i]:
+                        raise TaskError(f"{what}, in which it has not acted yet")
+            return [{b: float(reward) for b, reward in own.items()} for own in rewards]
 
         def check(self, dicts, method, what):
             right = isinstance(dicts, (list, tuple)) and len(dicts) == self.num_agents
@@ -284,8 +306,10 @@ def guarded(TeamEnv, label):
         @contextlib.contextmanager
         def guard(self, method):
             try:
-                with time_limit(self.timeout):
+                with in_reward_phase(), time_limit(self.timeout):
                     yield
+            except TaskError:
+                raise
             except (Exception, SystemExit) as error:
                 raise TaskError(f"{method} of {label} raised {describe(error, 300)}") from error
 

@@ -51,7 +51,7 @@ class Env:
         return self.observation(), 0.0, False, False, {}
 
 
-def optimum(max_turns):
+def optimum(num_turns):
     """The expected score of optimal play in so many turns."""
     pairs = list(itertools.permutations(SQUARES, 2))
-    return sum(distance(*pair) <= max_turns for pair in pairs) / len(pairs)
+    return sum(distance(*pair) <= num_turns for pair in pairs) / len(pairs)

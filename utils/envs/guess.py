@@ -80,11 +80,11 @@ def optimal_score(candidates, guesses):
     return max(scores)
 
 
-def optimum(max_turns):
+def optimum(num_turns):
     """The expected score of optimal play in so many turns: 29 / 48 = 0.604 for five or more.
 
     Guessing the middle of what is left meets one of the 16 secrets at turn 1, 2 at turn 2, 4 at turn 3, 8 at turn 4 and
     the last at turn 5, after 3.375 turns on average. A secret that is met has given all 4 bits, so the values add up to
     1 on average, and the score is 1 - (3.375 - 1) / 6.
     """
-    return optimal_score(MAX_NUMBER, min(MAX_GUESSES, max_turns))
+    return optimal_score(MAX_NUMBER, min(MAX_GUESSES, num_turns))

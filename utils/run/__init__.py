@@ -35,7 +35,7 @@ COLUMNS |= {f"time/{phase}" for phase in PHASES}
 
 
 class Run:
-    """A run of the script in a file, over the batches of items: one for each update.
+    """A run of the script in a file, over the batches of items, one for each update, of a task.
 
     Nothing is written before its context, `start`, is entered. That takes the folder and, with --resume, restores all
     of the newest checkpoint. SIGTERM, SIGINT and SIGHUP end the run after the update under way; what was done before it

@@ -134,14 +134,12 @@ def reward_func(*completions, items, turns, turn, num_turns):
     return rewards
 
 
-def metrics_callback(rollouts):
+def metrics_callback(rollouts, items):
     """The mean intersection over union of the last world with the picture."""
     shares = []
-    for k, prompts in enumerate(rollouts[0].prompts):
-        cells = prompts[0].partition(" of ")[2].partition(".")[0]
-        picture = [*map(int, cells.split())]
-        turns = [*zip(*(rollout.responses[k] for rollout in rollouts))]
-        shares.append(intersection_over_union(last_world(turns, "last-kept"), picture))
+    for k, item in enumerate(items):
+        turns = [*zip(*(rollout.answers[k] for rollout in rollouts))]
+        shares.append(intersection_over_union(last_world(turns, "last-kept"), item["picture"]))
     return {"iou": sum(shares) / len(shares)}
 
 

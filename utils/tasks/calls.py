@@ -8,6 +8,7 @@ import threading
 from tqdm import tqdm
 
 from utils.cli import TaskError, UserError, describe, one_line
+from utils.clock import clock
 
 
 @contextlib.contextmanager
@@ -26,6 +27,11 @@ def call(function, *arguments, **optional):
         names = {parameter.name for parameter in parameters}
         optional = {name: value for name, value in optional.items() if name in names}
     return function(*arguments, **optional)
+
+
+def in_reward_phase():
+    """A context in which time is the task's: of the phase "reward", or of the evaluation that is under way."""
+    return clock.timed("evaluate" if "evaluate" in clock.phases else "reward")
 
 
 def check_timer(seconds):
@@ -99,6 +105,14 @@ def as_number(value, name, k, item):
         got = one_line(repr(value), 80)
         raise TaskError(f"{name} returned {got} for item {k}, {one_line(item, 80)}; it takes a number up to 1e30")
     return float(value)
+
+
+def check_prompt(prompt):
+    """Raise TypeError for what is neither a string nor chat messages."""
+    messages = prompt if isinstance(prompt, (list, tuple)) and prompt else [None]
+    is_chat = all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages)
+    if not isinstance(prompt, str) and not (is_chat and all("role" in message for message in messages)):
+        raise TypeError(f"a prompt is a string, or a list of messages with role and content, got {prompt!r:.80}")
 
 
 def is_number(value):

@@ -9,6 +9,7 @@ import datasets
 from utils import envs
 from utils.cli import UserError, describe, one_line
 from utils.distributed import say
+from utils.models.policy import UNLIMITED
 from utils.models.transcripts import encode
 
 MADE_ITEMS = 1536  # items to train on where a task makes them
@@ -30,7 +31,9 @@ def load_items(task, initials, args, train_dataset=None, eval_dataset=None):
     else:
         train_items, eval_items = find_items(task, args, least, *rows)
     train_items, eval_items = fit_prompts(task, initials, args, least, train_items, eval_items)
-    return train_items, [*eval_items]
+    if args.eval_interval and len(eval_items) < args.eval_size:
+        say(f"--eval-size {args.eval_size}: there are {len(eval_items)} held-out items, and those are taken")
+    return train_items, [*eval_items][: args.eval_size]
 
 
 def find_items(task, args, least, train_dataset, eval_dataset):
@@ -153,6 +156,8 @@ def fit_prompts(task, initials, args, least, train_items, eval_items):
     Raises UserError where fewer than `least` are left to train on.
     """
     limits = [prompt_limit(initial, args) for initial in initials]
+    if args.long_prompts == "truncate" and UNLIMITED in limits:
+        raise UserError("--long-prompts truncate takes --max-prompt-length: the model has room for any prompt")
     if args.long_prompts == "truncate":
         task.initials = [Reader(initial, limit) for initial, limit in zip(initials, limits)]
         return train_items, eval_items

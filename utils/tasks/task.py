@@ -8,9 +8,18 @@ from types import SimpleNamespace
 
 from utils import envs
 from utils.cli import TaskError, UserError, describe, one_line
-from utils.clock import timed
 from utils.tasks import questions
-from utils.tasks.calls import as_lists, as_number, blame, call, call_twice, check_timer, time_limit
+from utils.tasks.calls import (
+    as_lists,
+    as_number,
+    blame,
+    call,
+    call_twice,
+    check_prompt,
+    check_timer,
+    in_reward_phase,
+    time_limit,
+)
 
 BUILT_IN = ("arxiv", "build", "code", "number", "probe", "reasoning", "tldr")
 NEEDED = ("formatters", "reward_func")
@@ -49,10 +58,11 @@ class Task:
         formatters = formatters_of(self.given, self.args.num_agents)
         with blame(f"formatter of agent {i} failed on item", item):
             chat = call(formatters[i], item, agent=i, num_agents=self.args.num_agents)
+        with blame(f"formatter of agent {i} gave no prompt for item", item):
+            check_prompt(chat)
         if self.initials is None:
             return chat
-        with blame(f"formatter of agent {i} gave no prompt for item", item):
-            ids = self.initials[i].encode(chat)
+        ids = self.initials[i].encode(chat)
         limit = self.initials[i].prompt_limit
         return chat if len(ids) <= limit else Observation(truncate(ids, limit, self.initials[i].tokenizer), chat)
 
@@ -63,6 +73,8 @@ class Task:
         once more. A joint reward is each agent's. reward_processor, if there is one, has been applied.
         """
         N = len(completions)
+        if not items:
+            return [[] for _ in range(N)]
         name = getattr(self.given.reward_func, "__name__", "reward_func")
         turn = len(histories[0][0]) // 2 - 1
 
@@ -79,7 +91,7 @@ class Task:
                     num_turns=self.args.num_turns,
                 )
 
-        with timed("reward"):
+        with in_reward_phase():
             rewards = as_lists(call_twice(reward_rows, name, items), name, N, items)
             rewards = [[as_number(value, name, k, items[k]) for k, value in enumerate(row)] for row in rewards]
             if hasattr(self.given, "reward_processor"):
@@ -101,7 +113,7 @@ class Task:
             return None
         N = len(completions)
         prompts = [given_prompts(own) for own in history]
-        with blame("external_transition failed on item", item), timed("reward"):
+        with blame("external_transition failed on item", item), in_reward_phase():
             next_prompts = call(
                 self.given.external_transition,
                 prompt=item.get("prompt", "") if isinstance(item, dict) else "",
@@ -120,12 +132,13 @@ class Task:
         observations = []
         for i, prompt in enumerate(next_prompts):
             with blame(f"external_transition of agent {i} gave no prompt for item", item):
+                check_prompt(prompt)
                 observations.append(Observation(new_messages(prompts[i][-1], prompt), prompt))
         return observations
 
     def extra_metrics(self, rollouts, items):
-        """What the task's metrics_callback, if there is one, returns: {name: float}. Raises TaskError."""
-        if not hasattr(self.given, "metrics_callback"):
+        """What the task's metrics_callback, if there is one, returns for B episodes: {name: float}. Raises TaskError."""
+        if not items or not hasattr(self.given, "metrics_callback"):
             return {}
         try:
             metrics = call(self.given.metrics_callback, rollouts, items=items)
@@ -199,14 +212,15 @@ def load_task(given, args, default):
     task = given
     if isinstance(task, str):
         task = importlib.import_module(f"utils.tasks.{task}") if task in BUILT_IN else load_file(task)
-    if given is not default and hasattr(task, "TeamEnv"):
-        whole = Task(task, name, args)
-        whole.TeamEnv = envs.guarded(task.TeamEnv, name)
-        return whole
-    if any(hasattr(task, form) for form, _ in SHORT_FORMS.values()) or getattr(task, "formatters", None) is None:
+    has_env = given is not default and hasattr(task, "TeamEnv")
+    is_short = any(hasattr(task, form) for form, _ in SHORT_FORMS.values())
+    if is_short or not has_env and getattr(task, "formatters", None) is None:
         task = complete(task, name)
-    check(task, name, args)
-    return Task(task, name, args)
+    check(task, name, args, () if has_env else NEEDED)
+    whole = Task(task, name, args)
+    if has_env:
+        whole.TeamEnv = envs.guarded(task.TeamEnv, name)
+    return whole
 
 
 def load_game(given, args):
@@ -217,20 +231,21 @@ def load_game(given, args):
     return whole
 
 
-def check(task, name, args):
-    """Raise UserError for a task that lacks something, or can't serve the team."""
-    for attribute in NEEDED:
+def check(task, name, args, needed):
+    """Raise UserError for a task that lacks something that is needed, or can't serve the team."""
+    for attribute in needed:
         if not hasattr(task, attribute):
             raise UserError(f"{name} has no {attribute}")
     for attribute in (*NEEDED, *OPTIONAL):
         value = getattr(task, attribute, None)
         if attribute != "formatters" and hasattr(task, attribute) and not callable(value):
             raise UserError(f"{name}: {attribute} is not a function but {one_line(repr(value), 80)}")
-    formatters = formatters_of(task, args.num_agents)
-    if len(formatters) != args.num_agents:
-        raise UserError(f"{name} has {len(formatters)} formatters for {args.num_agents} agents; it takes one each")
-    if not all(map(callable, formatters)):
-        raise UserError(f"{name}: each of its formatters is to be a function")
+    if hasattr(task, "formatters"):
+        formatters = formatters_of(task, args.num_agents)
+        if len(formatters) != args.num_agents:
+            raise UserError(f"{name} has {len(formatters)} formatters for {args.num_agents} agents; it takes one each")
+        if not all(map(callable, formatters)):
+            raise UserError(f"{name}: each of its formatters is to be a function")
     if hasattr(task, "check"):
         try:
             task.check(args.num_agents, args.num_turns)
