@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import command_line, flags, needs
+from utils.cli import PositiveOrInf, command_line, flags, needs
 from utils.run import FolderArgs, Run
 from utils.tasks.made_text import posts
 from utils.tasks.tldr import pair_reward
@@ -81,7 +81,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
     value_loss_coef: NonNegativeFloat = 0.5
-    value_clip_range: PositiveFloat = 0.2  # PPO's clip of values around V_old; inf: no clip
+    value_clip_range: PositiveOrInf = 0.2  # PPO's clip of values around V_old; inf: no clip
     actor_learning_rate: NonNegativeFloat = 5e-4
     critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
@@ -300,7 +300,8 @@ def play(agents, task, items, args, generator):
             observations, rewards, cut_short = env.step(actions)
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    own[b].rewards[-1] += reward  # on the last token of the turn
+                    if own[b].turns:  # it has acted
+                        own[b].rewards[-1] += reward  # on the last token of the turn
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
