@@ -30,7 +30,6 @@ import datasets
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch.nn.functional import pad
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import set_seed
 
 from utils import distributed, models, tasks
@@ -108,8 +107,8 @@ def reward_func(*completions, items):
     for item, *texts in zip(items, *completions):
         if len(texts) == 1:  # a single writer is compared with the post
             texts.append(item["prompt"])
-        pairs = list(zip(texts, texts[1:]))
-        rewards.append(sum(pair_reward(short, long) for short, long in pairs) / len(pairs))
+        pair_rewards = [pair_reward(short, long) for short, long in zip(texts, texts[1:])]
+        rewards.append(sum(pair_rewards) / len(pair_rewards))
     return rewards
 
 
@@ -131,7 +130,7 @@ class Agent:
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         self.optimizers = [models.adamw(self.actor.parameters(), args.actor_learning_rate, args)]
-        self.schedules = [LambdaLR(optimizer, lr_factor(num_updates, args)) for optimizer in self.optimizers]
+        self.schedules = [models.lr_schedule(self.optimizers[0], num_updates, args)]
 
 
 class Critic:
@@ -143,12 +142,7 @@ class Critic:
         self.value_head = models.ValueHead(self.critic, args)  # [n, D] to [n]; starts at 0
         parameters = [*self.value_head.parameters(), *self.critic.parameters()]
         self.optimizers = [models.adamw(parameters, args.critic_learning_rate, args)]
-        self.schedules = [LambdaLR(optimizer, lr_factor(num_updates, args)) for optimizer in self.optimizers]
-
-
-def lr_factor(num_updates, args):
-    """Of an update, what learning rates are multiplied by."""
-    return lambda update: min(1.0, 2.0 * (1.0 - update / num_updates)) if args.anneal_lr else 1.0
+        self.schedules = [models.lr_schedule(self.optimizers[0], num_updates, args)]
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -162,27 +156,22 @@ class TeamEnv:
     """
 
     def __init__(self, task, items, args):
-        self.task, self.items = task, items
-        self.num_agents, self.num_turns = args.num_agents, args.num_turns
-        self.histories = [
-            [[] for _ in range(self.num_agents)] for _ in items
-        ]  # of B episodes and N agents: chat, answer
+        self.task, self.items, self.args = task, items, args
+        self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # of B episodes' N agents: chat, answer
 
     def reset(self):
         """The first observations."""
         chats = {}
         for b, item in enumerate(self.items):
-            chats[b] = [self.task.formatters(item, i) for i in range(self.num_agents)]
+            chats[b] = [self.task.formatters(item, i) for i in range(self.args.num_agents)]
         return self.observe(chats)
 
     def observe(self, chats):
-        """N chats of each episode, {episode: chats}, as observations."""
-        observations = [{} for _ in range(self.num_agents)]
+        """{episode: N chats} as observations."""
         for b in chats:
-            for i, chat in enumerate(chats[b]):
-                observations[i][b] = chat
-                self.histories[b][i].append(chat)
-        return observations
+            for own, chat in zip(self.histories[b], chats[b]):
+                own.append(chat)
+        return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
         """Score a turn, N dicts {episode: answer}.
@@ -191,18 +180,19 @@ class TeamEnv:
         agents read what is observed, and do not act any more. A task cuts none.
         """
         episodes = list(actions[0])  # those that go on
-        for i, answers in enumerate(actions):
-            for b in episodes:
-                self.histories[b][i].append(answers[b])
+        for b in episodes:
+            for own, answers in zip(self.histories[b], actions):
+                own.append(answers[b])
         items = [self.items[b] for b in episodes]
-        completions = [[answers[b] for b in episodes] for answers in actions]
         histories = [self.histories[b] for b in episodes]
+        completions = [[answers[b] for b in episodes] for answers in actions]
         rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
-            if len(history[0]) < 2 * self.num_turns:
-                next_chats[b] = self.task.external_transition(item, [own[-1] for own in history], history=history)
-        next_chats = {b: chats for b, chats in next_chats.items() if chats is not None}  # None: the episode ends
+            if len(history[0]) < 2 * self.args.num_turns:
+                chats = self.task.external_transition(item, [own[-1] for own in history], history=history)
+                if chats is not None:  # None: the episode ends
+                    next_chats[b] = chats
         return self.observe(next_chats), [dict(zip(episodes, own_rewards)) for own_rewards in rewards], set()
 
 
@@ -323,30 +313,14 @@ def policy_forward(policy, rollout, rows, args):
 
 @dataclass
 class TeamText:
-    """What a team has read and written in B episodes, as its critic reads it."""
+    """What a team has read and written in B episodes, as its critic reads it. Of an episode in one turn, | at V(h_1):
+
+    Agent 0 reads: prompt, Agent 1 reads: prompt | Agent 0 writes: answer, Agent 1 writes: answer
+    """
 
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] t where all that stands before is h_t, 0 elsewhere
-
-
-def join_transcripts(agents, critic, rollouts, num_turns):
-    """The text of each episode, turn by turn: what agents 0, 1, ... read, a mark where V is read, what they write."""
-    episodes = []
-    for b in range(len(rollouts[0].ids)):
-        turns = [models.split_turns(rollout, b, agent) for agent, rollout in zip(agents, rollouts)]  # N {turn: texts}
-        episode = Transcript()
-        for turn in range(1, num_turns + 1):
-            acting = [i for i in range(len(agents)) if turn in turns[i]]
-            observed = [f"Agent {i} reads:\n{turns[i][turn].observation}\n\n" for i in acting]
-            answered = [f"Agent {i} writes:\n{turns[i][turn].answer}\n\n" for i in acting]
-            if acting:
-                episode.extend(critic.tokenizer("".join(observed)).input_ids)
-                episode.extend([critic.tokenizer.eos_token_id], turn)
-                episode.extend(critic.tokenizer("".join(answered)).input_ids)
-        episodes.append(episode)
-    padded = models.pad_right(episodes, critic)
-    return TeamText(padded["ids"], padded["attention_mask"], padded["turns"])
 
 
 def critic_forward(critic, text, rows, num_turns):
@@ -375,6 +349,15 @@ def td_error(rewards, values, mask, gamma):
     return advantages * mask, (advantages + values) * mask
 
 
+def optimizer_step(learner, args):
+    """Clip the gradient, step; returns the norm that it had, of the mean over all processes."""
+    optimizer = learner.optimizers[0]
+    grad_norm = distributed.clip_gradients(optimizer, args.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return grad_norm
+
+
 def learn(agents, critic, rollouts, args, generator):
     """One update of a team from its N rollouts; returns metrics of each agent, and of the critic.
 
@@ -392,23 +375,25 @@ def learn(agents, critic, rollouts, args, generator):
 
     # 2. A baseline for each turn, so that the critic, whose output starts at 0, has only differences to learn
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
-    baseline = [distributed.mean_std(rewards_to_go[:, t], played[:, t])[0] for t in range(num_turns + 1)]
-    baseline = torch.stack(baseline)  # [T + 1]
+    baseline = torch.zeros_like(rewards[0])  # [T + 1]
+    for turn in range(1, num_turns + 1):
+        baseline[turn] = distributed.mean_std(rewards_to_go[:, turn], played[:, turn])[0]
 
     # 3. Log-probabilities and values before the update
-    kl = []  # N [B, S] log pi(a_t|h_t) - log pi_ref(a_t|h_t)
-    ref_logprobs = []
-    text = join_transcripts(agents, critic, rollouts, num_turns)
+    metrics = []
+    text = TeamText(**models.join_transcripts(agents, rollouts, critic, num_turns))
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
         for agent, rollout, mask in zip(agents, rollouts, masks):
-            kl.append(torch.zeros_like(mask))
-            ref_logprobs.append(torch.zeros_like(mask))
-            for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):
-                logprobs, _ = policy_forward(agent.actor, rollout, rows, args)
-                ref_logprobs[-1][rows], _ = policy_forward(agent.reference, rollout, rows, args)
-                kl[-1][rows] = logprobs - ref_logprobs[-1][rows]
-            rewards = rewards - args.kl_coef * by_turn(kl[-1], rollout.turns, num_turns)
+            old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
+            ref_logprobs = torch.zeros_like(mask)
+            for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
+                old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
+                ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
+            kl = old_logprobs - ref_logprobs
+            rewards = rewards - args.kl_coef * by_turn(kl, rollout.turns, num_turns)
+            kl_mean, _ = distributed.mean_std(kl, mask)
+            metrics.append({"kl": kl_mean, "reference_logprob": distributed.mean_std(ref_logprobs, mask)[0]})
         for rows in text.attention_mask.sum(1).argsort().split(args.micro_batch_size):
             old_values[rows] = baseline + critic_forward(critic, text, rows, num_turns)
 
@@ -419,51 +404,41 @@ def learn(agents, critic, rollouts, args, generator):
         advantages = (advantages - mean) / (std + 1e-8)
 
     # 5. Optimiser steps
-    losses = torch.zeros(len(agents), 2)  # sums of the policy's loss and of the entropy
-    value_losses = 0.0
-    num_steps = 0
+    minibatches = []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(played), generator=generator, device=played.device)
-        for minibatch in order.split(args.mini_batch_size // distributed.world_size()):
-            num_actions = distributed.mean(played[minibatch].sum()).clamp(min=1)  # gradients are averaged later
-            for i, (agent, rollout, mask) in enumerate(zip(agents, rollouts, masks)):
-                num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)
-                for rows in minibatch.split(args.micro_batch_size):
-                    logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
-                    of_turn = advantages[rows].gather(1, rollout.turns[rows])  # [b, S] each token has that of its turn
-                    policy_loss = -(logprobs * of_turn * mask[rows]).sum() / num_actions
-                    mean_entropy = (entropy * mask[rows]).sum() / num_tokens
-                    loss = policy_loss - args.entropy_coef * mean_entropy
-                    loss.backward()  # gradients of micro-batches add up
-                    losses[i] += torch.stack([policy_loss, mean_entropy]).detach().cpu()
+        minibatches += order.split(args.mini_batch_size // distributed.world_size())
+    for agent, rollout, mask, own_metrics in zip(agents, rollouts, masks, metrics):
+        own_advantages = advantages.gather(1, rollout.turns)  # [B, S] each token has that of its turn
+        losses = []
+        for minibatch in minibatches:
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # gradients are averaged later
+            num_actions = distributed.mean(played[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
-                values = baseline + critic_forward(critic, text, rows, num_turns)
-                value_loss = ((values - returns[rows]) ** 2 * played[rows]).sum() / num_actions
-                value_loss.backward()
-                value_losses += float(value_loss.detach())
+                logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
+                policy_loss = -(logprobs * own_advantages[rows] * mask[rows]).sum() / num_actions
+                mean_entropy = (entropy * mask[rows]).sum() / num_tokens
+                loss = policy_loss - args.entropy_coef * mean_entropy
+                loss.backward()  # gradients of micro-batches add up
+                losses.append(torch.stack([policy_loss, mean_entropy]).detach())
+            grad_norm = optimizer_step(agent, args)
+        policy_loss, entropy = torch.stack(losses).sum(0) / len(minibatches)
+        own_metrics |= {"policy_loss": policy_loss, "entropy": entropy, "grad_norm": grad_norm}
 
-            grad_norms = []
-            for learner in (*agents, critic):
-                optimizer = learner.optimizers[0]
-                grad_norms.append(distributed.clip_gradients(optimizer, args.max_grad_norm))  # mean of all processes
-                optimizer.step()
-                optimizer.zero_grad()
-            num_steps += 1
+    losses = []
+    for minibatch in minibatches:
+        num_actions = distributed.mean(played[minibatch].sum()).clamp(min=1)
+        for rows in minibatch.split(args.micro_batch_size):
+            values = baseline + critic_forward(critic, text, rows, num_turns)
+            value_loss = ((values - returns[rows]) ** 2 * played[rows]).sum() / num_actions
+            value_loss.backward()
+            losses.append(value_loss.detach())
+        grad_norm = optimizer_step(critic, args)
+    critic_metrics = {"value_loss": torch.stack(losses).sum() / len(minibatches), "grad_norm": grad_norm}
     for learner in (*agents, critic):
         learner.schedules[0].step()
-
-    # 6. Metrics: losses are means over the steps, the others are from before the update
-    metrics = []
-    for i, mask in enumerate(masks):
-        own = {"policy_loss": losses[i, 0] / num_steps, "entropy": losses[i, 1] / num_steps, "grad_norm": grad_norms[i]}
-        own["kl"] = distributed.mean_std(kl[i], mask)[0]
-        own["reference_logprob"] = distributed.mean_std(ref_logprobs[i], mask)[0]
-        metrics.append(own)
-    _, error_std = distributed.mean_std(returns - old_values, played)
-    _, returns_std = distributed.mean_std(returns, played)
-    explained_variance = 1 - (error_std / returns_std.clamp(min=1e-8)) ** 2
-    of_critic = {"value_loss": value_losses / num_steps, "grad_norm": grad_norms[-1]}
-    return metrics, of_critic | {"explained_variance": explained_variance}
+    critic_metrics["explained_variance"] = distributed.explained_variance(returns, old_values, played)
+    return metrics, critic_metrics
 
 
 # --- main -------------------------------------------------------------------------------------------------------------

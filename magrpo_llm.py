@@ -31,7 +31,6 @@ import datasets
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch.nn.functional import pad
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import set_seed
 
 from utils import distributed, models, tasks
@@ -107,8 +106,8 @@ def reward_func(*completions, items):
     for item, *texts in zip(items, *completions):
         if len(texts) == 1:  # a single writer is compared with the post
             texts.append(item["prompt"])
-        pairs = list(zip(texts, texts[1:]))
-        rewards.append(sum(pair_reward(short, long) for short, long in pairs) / len(pairs))
+        pair_rewards = [pair_reward(short, long) for short, long in zip(texts, texts[1:])]
+        rewards.append(sum(pair_rewards) / len(pair_rewards))
     return rewards
 
 
@@ -133,10 +132,7 @@ class Agent:
         actor_optimizer = models.adamw(self.actor.parameters(), args.actor_learning_rate, args)
         self.optimizers = [actor_optimizer]
 
-        def lr_factor(update):
-            return min(1.0, 2.0 * (1.0 - update / num_updates)) if args.anneal_lr else 1.0
-
-        self.schedules = [LambdaLR(optimizer, lr_factor) for optimizer in self.optimizers]
+        self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -150,27 +146,22 @@ class TeamEnv:
     """
 
     def __init__(self, task, items, args):
-        self.task, self.items = task, items
-        self.num_agents, self.num_turns = args.num_agents, args.num_turns
-        self.histories = [
-            [[] for _ in range(self.num_agents)] for _ in items
-        ]  # of B episodes and N agents: chat, answer
+        self.task, self.items, self.args = task, items, args
+        self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # of B episodes' N agents: chat, answer
 
     def reset(self):
         """The first observations."""
         chats = {}
         for b, item in enumerate(self.items):
-            chats[b] = [self.task.formatters(item, i) for i in range(self.num_agents)]
+            chats[b] = [self.task.formatters(item, i) for i in range(self.args.num_agents)]
         return self.observe(chats)
 
     def observe(self, chats):
-        """N chats of each episode, {episode: chats}, as observations."""
-        observations = [{} for _ in range(self.num_agents)]
+        """{episode: N chats} as observations."""
         for b in chats:
-            for i, chat in enumerate(chats[b]):
-                observations[i][b] = chat
-                self.histories[b][i].append(chat)
-        return observations
+            for own, chat in zip(self.histories[b], chats[b]):
+                own.append(chat)
+        return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
         """Score a turn, N dicts {episode: answer}.
@@ -179,18 +170,19 @@ class TeamEnv:
         agents read what is observed, and do not act any more. A task cuts none.
         """
         episodes = list(actions[0])  # those that go on
-        for i, answers in enumerate(actions):
-            for b in episodes:
-                self.histories[b][i].append(answers[b])
+        for b in episodes:
+            for own, answers in zip(self.histories[b], actions):
+                own.append(answers[b])
         items = [self.items[b] for b in episodes]
-        completions = [[answers[b] for b in episodes] for answers in actions]
         histories = [self.histories[b] for b in episodes]
+        completions = [[answers[b] for b in episodes] for answers in actions]
         rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
-            if len(history[0]) < 2 * self.num_turns:
-                next_chats[b] = self.task.external_transition(item, [own[-1] for own in history], history=history)
-        next_chats = {b: chats for b, chats in next_chats.items() if chats is not None}  # None: the episode ends
+            if len(history[0]) < 2 * self.args.num_turns:
+                chats = self.task.external_transition(item, [own[-1] for own in history], history=history)
+                if chats is not None:  # None: the episode ends
+                    next_chats[b] = chats
         return self.observe(next_chats), [dict(zip(episodes, own_rewards)) for own_rewards in rewards], set()
 
 
@@ -336,13 +328,12 @@ def group_advantages(returns, played, args):
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
-    lengths = rollout.attention_mask.sum(1)  # rows of like length go through a model together: less padding
 
     # 1. Log-probabilities before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
-        for rows in lengths.argsort().split(args.micro_batch_size):
+        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
             old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
 
@@ -364,7 +355,7 @@ def learn(agent, rollout, args, generator):
         for minibatch in minibatches:
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # gradients are averaged later
             num_turns = distributed.mean(played[minibatch].sum()).clamp(min=1)
-            for rows in minibatch[lengths[minibatch].argsort()].split(args.micro_batch_size):
+            for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_turns
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens

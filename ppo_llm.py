@@ -27,7 +27,6 @@ Shapes: B episodes of one process, S tokens of a transcript, padded on the right
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
 """
 
-import math
 import random
 import sys
 from dataclasses import dataclass, field
@@ -36,7 +35,6 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch.nn.functional import pad
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import set_seed
 
 from utils import distributed, models, tasks
@@ -168,16 +166,7 @@ class Agent:
         actor_optimizer = models.adamw(self.actor.parameters(), args.actor_learning_rate, args)
         critic_optimizer = models.adamw(critic_parameters, args.critic_learning_rate, args)
         self.optimizers = [actor_optimizer, critic_optimizer]
-
-        num_warmup = round(args.warmup_proportion * num_updates)
-
-        def lr_factor(update):
-            if update < num_warmup:
-                return update / num_warmup
-            progress = (update - num_warmup) / max(1, num_updates - num_warmup)
-            return 0.5 * (1 + math.cos(math.pi * progress)) if args.cosine_lr_schedule else 1.0
-
-        self.schedules = [LambdaLR(optimizer, lr_factor) for optimizer in self.optimizers]
+        self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -191,27 +180,22 @@ class TeamEnv:
     """
 
     def __init__(self, task, items, args):
-        self.task, self.items = task, items
-        self.num_agents, self.num_turns = args.num_agents, args.num_turns
-        self.histories = [
-            [[] for _ in range(self.num_agents)] for _ in items
-        ]  # of B episodes and N agents: chat, answer
+        self.task, self.items, self.args = task, items, args
+        self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # of B episodes' N agents: chat, answer
 
     def reset(self):
         """The first observations."""
         chats = {}
         for b, item in enumerate(self.items):
-            chats[b] = [self.task.formatters(item, i) for i in range(self.num_agents)]
+            chats[b] = [self.task.formatters(item, i) for i in range(self.args.num_agents)]
         return self.observe(chats)
 
     def observe(self, chats):
-        """N chats of each episode, {episode: chats}, as observations."""
-        observations = [{} for _ in range(self.num_agents)]
+        """{episode: N chats} as observations."""
         for b in chats:
-            for i, chat in enumerate(chats[b]):
-                observations[i][b] = chat
-                self.histories[b][i].append(chat)
-        return observations
+            for own, chat in zip(self.histories[b], chats[b]):
+                own.append(chat)
+        return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
         """Score a turn, N dicts {episode: answer}.
@@ -220,18 +204,19 @@ class TeamEnv:
         agents read what is observed, and do not act any more. A task cuts none.
         """
         episodes = list(actions[0])  # those that go on
-        for i, answers in enumerate(actions):
-            for b in episodes:
-                self.histories[b][i].append(answers[b])
+        for b in episodes:
+            for own, answers in zip(self.histories[b], actions):
+                own.append(answers[b])
         items = [self.items[b] for b in episodes]
-        completions = [[answers[b] for b in episodes] for answers in actions]
         histories = [self.histories[b] for b in episodes]
+        completions = [[answers[b] for b in episodes] for answers in actions]
         rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
-            if len(history[0]) < 2 * self.num_turns:
-                next_chats[b] = self.task.external_transition(item, [own[-1] for own in history], history=history)
-        next_chats = {b: chats for b, chats in next_chats.items() if chats is not None}  # None: the episode ends
+            if len(history[0]) < 2 * self.args.num_turns:
+                chats = self.task.external_transition(item, [own[-1] for own in history], history=history)
+                if chats is not None:  # None: the episode ends
+                    next_chats[b] = chats
         return self.observe(next_chats), [dict(zip(episodes, own_rewards)) for own_rewards in rewards], set()
 
 
@@ -378,7 +363,7 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
-    lengths = rollout.attention_mask.sum(1)  # rows of like length go through a model together: less padding
+    lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
 
     # 1. Actions: tokens, or turns, each in the column of its first token
@@ -419,7 +404,7 @@ def learn(agent, rollout, args, generator):
     ref_logprobs = torch.zeros_like(mask)
     token_values = torch.zeros_like(mask)
     with torch.no_grad():
-        for rows in lengths.argsort().split(args.micro_batch_size):
+        for rows in lengths.argsort().split(args.micro_batch_size):  # rows of like length: less padding
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, where, rows, args)
             if args.kl_loss_coef > 0:
                 ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, where, rows, args)
@@ -445,7 +430,7 @@ def learn(agent, rollout, args, generator):
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # gradients are averaged later
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1)
-            for rows in minibatch[lengths[minibatch].argsort()].split(args.micro_batch_size):
+            for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, where, rows, args)
                 log_ratio = (logprobs - old_logprobs[rows]) * mask[rows]
                 if args.turn_level_clip:
@@ -484,8 +469,6 @@ def learn(agent, rollout, args, generator):
     # 7. Metrics: losses are means over the steps, the others are from before the update
     losses = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     policy_loss, value_loss, entropy, kl_loss, clip_fraction = losses
-    _, error_std = distributed.mean_std(returns - old_values, action_mask)
-    _, returns_std = distributed.mean_std(returns, action_mask)
     metrics = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
@@ -493,7 +476,7 @@ def learn(agent, rollout, args, generator):
         "kl_loss": kl_loss,
         "clip_fraction": clip_fraction,
         "grad_norm": grad_norms[0],  # of the actor, in the last step
-        "explained_variance": 1 - (error_std / returns_std.clamp(min=1e-8)) ** 2,
+        "explained_variance": distributed.explained_variance(returns, old_values, action_mask),
     }
     if args.kl_loss_coef > 0:
         metrics["kl"] = distributed.mean_std(old_logprobs - ref_logprobs, mask)[0]

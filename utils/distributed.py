@@ -142,6 +142,13 @@ def generator(seed):
     return torch.Generator(device()).manual_seed(seed + 1_000_003 * rank())
 
 
+def explained_variance(returns, values, mask):
+    """1 - Var(returns - values) / Var(returns) where the mask is 1: 1 of a perfect critic, 0 of a constant one."""
+    _, error_std = mean_std(returns - values, mask)
+    _, returns_std = mean_std(returns, mask)
+    return 1 - (error_std / returns_std.clamp(min=1e-8)) ** 2
+
+
 def share(items):
     """This process's part of a list."""
     return items[rank() :: world_size()]

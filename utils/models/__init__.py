@@ -2,8 +2,8 @@
 
 from utils.models.flags import CriticArgs, ModelArgs, SamplingArgs
 from utils.models.loading import ValueHead
-from utils.models.policy import adamw, generate_with_vllm, in_chunks, load, sampling
-from utils.models.transcripts import encode, logits_processors, pad_left, pad_right, split_turns, unflatten
+from utils.models.policy import adamw, generate_with_vllm, in_chunks, load, lr_schedule, sampling
+from utils.models.transcripts import encode, join_transcripts, logits_processors, pad_left, pad_right, unflatten
 
 __all__ = [
     "CriticArgs",
@@ -14,11 +14,12 @@ __all__ = [
     "encode",
     "generate_with_vllm",
     "in_chunks",
+    "join_transcripts",
     "load",
     "logits_processors",
+    "lr_schedule",
     "pad_left",
     "pad_right",
     "sampling",
-    "split_turns",
     "unflatten",
 ]

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 from utils import distributed
 from utils.cli import flag_name
@@ -300,3 +302,17 @@ def adamw(parameters, lr, args):
     """AdamW with the flags' weight decay, betas and epsilon."""
     betas = (args.adam_beta1, args.adam_beta2)
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=args.adam_epsilon, weight_decay=args.weight_decay)
+
+
+def lr_schedule(optimizer, num_updates, args):
+    """The learning rate by updates: --anneal-lr lowers it to 0 over the second half of the run, as a line.
+
+    Where a script has --cosine-lr-schedule, along a cosine in its place, after --warmup-proportion of the updates.
+    """
+    if not hasattr(args, "cosine_lr_schedule"):
+        factor = lambda update: min(1.0, 2.0 * (1.0 - update / num_updates)) if args.anneal_lr else 1.0  # noqa: E731
+        return LambdaLR(optimizer, factor)
+    num_warmup = round(args.warmup_proportion * num_updates)
+    if args.cosine_lr_schedule:
+        return get_cosine_schedule_with_warmup(optimizer, num_warmup, num_updates)
+    return get_constant_schedule_with_warmup(optimizer, num_warmup)

@@ -98,8 +98,8 @@ def pad_left(contexts, agent):
 
 
 def pad_right(transcripts, agent):
-    """B transcripts as the fields of a Rollout, with a column more than the longest has tokens."""
-    width = 1 + max([len(transcript.ids) for transcript in transcripts], default=0)
+    """B transcripts as the fields of a Rollout, with a column more than the longest has tokens, and two at least."""
+    width = 1 + max([1, *[len(transcript.ids) for transcript in transcripts]])
     device = getattr(agent, "actor", None) or agent.critic
     device = device.device
 
@@ -144,6 +144,45 @@ def split_turns(rollout, b, agent):
             turns[number] = Turn(observation, rollout.answers[b][len(turns)])
             read = []
     return turns
+
+
+def join_transcripts(agents, rollouts, critic, num_turns):
+    """The transcripts of a team as one text for each of B episodes, turn by turn: what agents 0, 1, ... read, an end
+    token, what they write. Returns ids, attention mask and turns, [B, S]: the turn on its end token, 0 elsewhere.
+
+    Raises UserError where the critic has no room for it.
+    """
+    encode_text = lambda text: critic.tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
+    rows = []
+    for b in range(len(rollouts[0].ids)):
+        own_turns = [split_turns(rollout, b, agent) for agent, rollout in zip(agents, rollouts)]
+        row = Row([], [], [], [])
+        for turn in range(1, num_turns + 1):
+            acting = {i: turns[turn] for i, turns in enumerate(own_turns) if turn in turns}
+            if not acting:
+                continue
+            read = encode_text("".join(f"Agent {i} reads:\n{each.observation}\n\n" for i, each in acting.items()))
+            written = encode_text("".join(f"Agent {i} writes:\n{each.answer}\n\n" for i, each in acting.items()))
+            row.ids += [*read, critic.tokenizer.eos_token_id or critic.tokenizer.pad_token_id, *written]
+            row.turns += [0] * len(read) + [turn] + [0] * len(written)
+        row.rewards += [0.0] * len(row.ids)
+        rows.append(row)
+    room = getattr(critic.critic.config.get_text_config(), "max_position_embeddings", None)
+    longest = max([len(row.ids) for row in rows], default=0)
+    if room and longest > room:
+        raise UserError(f"the critic has {room} positions, and what the team reads and writes has {longest} tokens")
+    padded = pad_right(rows, critic)
+    return {name: padded[name] for name in ("ids", "attention_mask", "turns")}
+
+
+@dataclass
+class Row:
+    """A text of a team, as pad_right takes it."""
+
+    ids: list
+    turns: list
+    rewards: list
+    answers: list
 
 
 # --- Sampling ---------------------------------------------------------------------------------------------------------
