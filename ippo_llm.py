@@ -291,7 +291,7 @@ def play(agents, task, items, args, generator):
             observations, rewards, cut_short = env.step(actions)
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if own[b].turns:  # it has acted
+                    if any(own[b].turns):  # it has acted
                         own[b].rewards[-1] += reward  # on the last token of the turn
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
