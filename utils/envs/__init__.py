@@ -14,9 +14,11 @@ An environment of N players is a class TeamEnv(task, items, args) with the metho
 
     reset() -> observations, N dicts {episode: chat}
     step(actions) -> observations, rewards, cut_short: N dicts {episode: answer} -> N dicts {episode: chat},
-        N dicts {episode: float}, and a set of episodes whose agents read and do not act any more
+        N dicts {episode: float}, and a set of episodes whose agents read and do not act any more. What an agent earns
+        before it first acts is left out
 
-An agent that observes nothing in an episode does not act. The loop ends where nobody observes anything.
+An agent that observes nothing in an episode does not act. The loop ends where nobody observes anything. Then nothing
+is learned from the episodes that are in `failed`, if there is such an attribute.
 """
 
 import contextlib
@@ -177,7 +179,7 @@ class Games:
         self.timeout = args.reward_timeout
         self.turn = 0
         self.environments = {}
-        self.failed = {}  # {episode: error}
+        self.errors = {}  # {episode: error that ended it}
 
     def reset(self):
         """The first observations, a list of one dict {episode: chat}."""
@@ -187,8 +189,6 @@ class Games:
                 environment = self.factory()
                 self.environments[b] = environment
                 observations[b] = as_chat(check_reset(call(environment.reset, seed=item["seed"]), environment))
-        if not observations:
-            self.finish()
         return [observations]
 
     def step(self, actions):
@@ -206,25 +206,25 @@ class Games:
                     observations[b] = as_chat(observation)
                 if is_over or is_cut or self.turn == self.num_turns:
                     close(self.environments.pop(b))
-        if not observations:
-            self.finish()
         return [observations], [rewards], truncated
 
-    def finish(self):
-        """Close what is left, and say what has failed. Raises TaskError where all episodes of all processes have.
+    @property
+    def failed(self):
+        """The episodes that an error ended, which are named, once all are over. Closes what is left.
 
-        The processes wait for each other here, once a rollout.
+        Raises TaskError where all episodes of all processes failed; the processes wait for each other here.
         """
         for b in list(self.environments):
             with self.guard(b):
                 close(self.environments.pop(b))
-        for b, error in self.failed.items():
+        for b, error in self.errors.items():
             tqdm.write(f"the episode of seed {self.items[b]['seed']} is dropped: {error}")
-        everywhere = distributed.gather_objects((len(self.items), [*self.failed.values()]))
+        everywhere = distributed.gather_objects((len(self.items), [*self.errors.values()]))
         num_episodes = sum(size for size, _ in everywhere)
         errors = [error for _, own in everywhere for error in own]
         if errors and len(errors) == num_episodes:
             raise TaskError(f"the environment failed in all {num_episodes} episodes, at first with {errors[0]}")
+        return set(self.errors)
 
     @contextlib.contextmanager
     def guard(self, b):
@@ -236,7 +236,7 @@ class Games:
             raise
         except (Exception, SystemExit) as error:
             where = f"turn {self.turn}" if self.turn else "reset"
-            self.failed[b] = f"{describe(error, 300)}, in {where}"
+            self.errors[b] = f"{describe(error, 300)}, in {where}"
             with contextlib.suppress(Exception, SystemExit), time_limit(self.timeout):  # the first error is to be told
                 close(self.environments.pop(b, None))
 
@@ -255,7 +255,6 @@ def guarded(TeamEnv, label):
         def __init__(self, task, items, args):
             self.num_agents = args.num_agents
             self.timeout = args.reward_timeout
-            self.acted = [set() for _ in range(args.num_agents)]  # episodes in which an agent has acted
             with self.guard("__init__"):
                 self.env = TeamEnv(task, items, args)
 
@@ -273,8 +272,6 @@ def guarded(TeamEnv, label):
                 result = self.env.step(actions)
             names = ("observations", "rewards", "cut_short")
             observations, rewards, cut_short = check_length(result, f"step of {label}", names)
-            for acted, own in zip(self.acted, actions):
-                acted |= own.keys()
             with self.guard("step"):
                 return self.check_observations(observations, "step"), self.check_rewards(rewards), set(cut_short)
 
@@ -286,14 +283,11 @@ def guarded(TeamEnv, label):
             return observations
 
         def check_rewards(self, rewards):
-            """Rewards as floats. An agent that has not acted has no token to put its reward on."""
             for i, own in enumerate(self.check(rewards, "step", "rewards")):
                 for b, reward in own.items():
-                    what = f"step of {label} returned the reward {one_line(repr(reward), 80)} of agent {i} in episode {b}"
+                    got = f"the reward {one_line(repr(reward), 80)} of agent {i} in episode {b}"
                     if not is_number(reward):
-                        raise TaskError(f"{what}; it takes a number up to 1e30")
-                    if b not in self.acted[i]:
-                        raise TaskError(f"{what}, in which it has not acted yet")
+                        raise TaskError(f"step of {label} returned {got}; it takes a number up to 1e30")
             return [{b: float(reward) for b, reward in own.items()} for own in rewards]
 
         def check(self, dicts, method, what):

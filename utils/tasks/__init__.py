@@ -14,15 +14,22 @@ A task is a module (or any object) with
         name of another column, stands for the item's; reward_fn(completion, answer, question) -> float, which scores
         the last agent's completion of one item; other columns it gets if it names them
     external_transition(prompt, agent_completions, num_agents, prompt_history_per_agent, response_history_per_agent)
-        -> N next prompts, or None to end the episode; only for several turns. It is called for one episode, with those
-        of these that it names: `prompt` (the item's), N completions, N lists of an agent's prompts so far (as the task
-        gave them) and of its responses, `item`, and `turn` (from 0, the one just played)
-    optional: reward_processor(float) -> float; metrics_callback(rollouts) -> {name: float};
-        optimum(num_agents, num_turns, items) -> float, the expected reward of an episode at best, with those of these
-        arguments that it names;
+        -> N next prompts, or None to end the episode; an episode of a task without it has one turn. It is called for
+        one episode, with those of these that it names: `prompt` (the item's), N completions, N lists of an agent's
+        prompts so far (as the task gave them) and of its responses, `item`, and `turn` (from 0, the one just played).
+        An agent reads what is new after all that it has read and written: of a chat that goes on from its last prompt
+        the user's messages after that, of any other chat all messages of the user, and a string as it is
+    optional: reward_processor(float) -> float, which all rewards go through, those in metrics too;
+        metrics_callback(rollouts, items) -> {name: float}, from N Rollouts and the items of their B episodes, if it
+        names them; optimum(num_agents, num_turns, items) -> float, the expected reward of an episode at best, with
+        those of these arguments that it names;
         check(num_agents, num_turns), which raises ValueError for a team that it can't serve;
+        TeamEnv, a class that plays in place of the script's, as utils/envs has it: then it is not needed that there are
+        formatters and a reward_func;
         and for --dataset: item_of(row) -> item, columns (names that a row must have), or, for a name that is no
         dataset of rows, named_dataset(name, size, seed, split) -> datasets.Dataset
+
+`load_task` makes one of these, or a game of utils/envs, a Task: its methods are what a script calls.
 """
 
 from typing import Literal
@@ -52,7 +59,10 @@ class TaskArgs:
 
 
 def mean_reward(rollouts):
-    """The mean over all processes' episodes, of the sum of an episode's rewards, as a mean over the agents."""
-    rewards = sum(rollout.rewards.sum(1) for rollout in rollouts) / len(rollouts)
-    acted = sum(rollout.turns.amax(1) for rollout in rollouts) > 0  # somebody did
-    return distributed.mean_std(rewards, acted.float())[0]
+    """The mean over all processes' episodes, of the sum of an episode's rewards, as a mean over the agents.
+
+    An episode in which no agent acted does not count; NaN: none does.
+    """
+    rewards = sum(rollout.rewards.sum(1) for rollout in rollouts) / len(rollouts)  # [B]
+    has_acted = (sum(rollout.turns.amax(1) for rollout in rollouts) > 0).float()
+    return distributed.sum((rewards * has_acted).sum()) / distributed.sum(has_acted.sum())

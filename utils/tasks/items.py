@@ -31,8 +31,6 @@ def load_items(task, initials, args, train_dataset=None, eval_dataset=None):
     else:
         train_items, eval_items = find_items(task, args, least, *rows)
     train_items, eval_items = fit_prompts(task, initials, args, least, train_items, eval_items)
-    if args.eval_interval and len(eval_items) < args.eval_size:
-        say(f"--eval-size {args.eval_size}: there are {len(eval_items)} held-out items, and those are taken")
     return train_items, [*eval_items][: args.eval_size]
 
 
@@ -156,7 +154,7 @@ def fit_prompts(task, initials, args, least, train_items, eval_items):
     Raises UserError where fewer than `least` are left to train on.
     """
     limits = [prompt_limit(initial, args) for initial in initials]
-    if args.long_prompts == "truncate" and UNLIMITED in limits:
+    if args.long_prompts == "truncate" and min(limits) == UNLIMITED:
         raise UserError("--long-prompts truncate takes --max-prompt-length: the model has room for any prompt")
     if args.long_prompts == "truncate":
         task.initials = [Reader(initial, limit) for initial, limit in zip(initials, limits)]

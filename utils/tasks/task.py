@@ -137,7 +137,7 @@ class Task:
         return observations
 
     def extra_metrics(self, rollouts, items):
-        """What the task's metrics_callback, if there is one, returns for B episodes: {name: float}. Raises TaskError."""
+        """What the metrics_callback, if there is one, returns for B episodes: {name: float}. Raises TaskError."""
         if not items or not hasattr(self.given, "metrics_callback"):
             return {}
         try:
