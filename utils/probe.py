@@ -36,11 +36,11 @@ from utils.run.report import COLORS
 from utils.tasks import probe as games
 
 LEARNED = 0.9  # the share of the way from which on a game counts as learned
-FLAGS = {  # what a probe sets, and the flags that scripts have for it
-    "num_turns": ("--num-turns", "--max-turns"),
-    "num_tokens": ("--max-new-tokens", "--max-output-tokens"),
-    "num_agents": ("--num-agents",),
-    "evaluations": ("--eval-interval", "--evaluation-interval"),
+FLAGS = {  # what a probe sets, and the flag for it
+    "num_agents": "--num-agents",
+    "num_turns": "--num-turns",
+    "num_tokens": "--max-new-tokens",
+    "evaluations": "--eval-interval",
 }
 
 
@@ -134,11 +134,10 @@ def probe_of(name, known_flags):
     if name.startswith("critic-"):
         scores = [0.0, 1.0]
     for key, value in values.items():
-        flag = next((flag for flag in FLAGS[key] if flag in known_flags), None)
-        if flag:
-            words += [flag, str(value)]
+        if FLAGS[key] in known_flags:
+            words += [FLAGS[key], str(value)]
         elif value > 1:
-            raise UserError(f"--command: the script has no {' or '.join(FLAGS[key])}, which {name} takes")
+            raise UserError(f"--command: the script has no {FLAGS[key]}, which {name} takes")
     return Probe(name, ability, words, *scores)
 
 
@@ -215,7 +214,7 @@ def play(probes, words, args, folder):
     jobs = {}
     for probe in probes:
         for seed in args.seeds:
-            own = ["--model", str(model), "--max-steps", str(args.episodes), "--seed", str(seed)]
+            own = ["--model", str(model), "--max-episodes", str(args.episodes), "--seed", str(seed)]
             jobs[probe.name, seed] = benchmark.Job(f"{probe.name}__{seed}", [*words, *probe.words, *own])
     benchmark.run_jobs(list(jobs.values()), folder, args.workers)
     records = benchmark.manifest(folder)
@@ -271,7 +270,7 @@ def draw(probes, path, title):
 
 def main(args):
     """Play the probes, and print, write and draw what came of them. Exits with code 1 where a run failed."""
-    words, _ = benchmark.words_of(args.command, ("--task", "--env", "--model", "--num-agents", "--max-steps"))
+    words, _ = benchmark.words_of(args.command, ("--task", "--env", "--model", "--num-agents", "--max-episodes"))
     benchmark.check_seeds(args.seeds)
     probes = probes_of(args, benchmark.known_flags(words, ("--task",)))
     started = time.time()
