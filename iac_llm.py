@@ -35,6 +35,7 @@ from transformers import set_seed
 
 from utils import distributed, models, tasks
 from utils.cli import PositiveOrInf, command_line, flags, needs
+from utils.clock import timed
 from utils.run import FolderArgs, Run
 from utils.tasks.made_text import posts
 from utils.tasks.tldr import pair_reward
@@ -133,17 +134,16 @@ class Agent:
         self.longest_prompt = initial.longest_prompt  # tokens after which there is room for an answer
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
-        self.critic = None
-        if args.use_separate_critic:
-            self.critic = initial.trainable_critic(f"agent_{i}_critic")
+        self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
         self.value_head = models.ValueHead(self.critic or self.actor, args)  # [n, D] to [n]; starts at 0
 
         critic_parameters = [*self.value_head.parameters()]
         if self.critic is not None:
             critic_parameters += self.critic.parameters()
-        actor_optimizer = models.adamw(self.actor.parameters(), args.actor_learning_rate, args)
-        critic_optimizer = models.adamw(critic_parameters, args.critic_learning_rate, args)
-        self.optimizers = [actor_optimizer, critic_optimizer]
+        self.optimizers = [
+            models.adamw(self.actor.parameters(), args.actor_learning_rate, args),
+            models.adamw(critic_parameters, args.critic_learning_rate, args),
+        ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
 
 
@@ -258,6 +258,7 @@ def generate(agent, contexts, args, generator):
     return answers
 
 
+@timed
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
@@ -335,6 +336,7 @@ def td_error(rewards, values, mask, gamma):
     return advantages * mask, (advantages + values) * mask
 
 
+@timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
@@ -421,6 +423,7 @@ def learn(agent, rollout, args, generator):
 # --- main -------------------------------------------------------------------------------------------------------------
 
 
+@timed
 def evaluate(agents, task, items, args):
     """The mean reward of an episode over held-out items; sampled with the same noise each time."""
     generator = distributed.generator(args.seed)
@@ -439,7 +442,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # of items, one for each update
+    batches = tasks.shuffled_batches(train_items, args)  # one for each update, an item for each episode
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
@@ -448,16 +451,12 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
     with run.start(agents, generator):  # resumes, and saves however the run ends
         for update in run.updates():
-            items = distributed.share(batches[update])
-            items = [item for item in items for _ in range(args.num_generations)]  # an item's episodes are neighbours
-            with run.timed("play"):
-                rollouts = play(agents, task, items, args, generator)
-            with run.timed("learn"):
-                metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
+            items = distributed.share(batches[update])  # of one process; --num-generations of an item are neighbours
+            rollouts = play(agents, task, items, args, generator)
+            metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
             eval_reward = None
             if run.is_due(update, args.eval_interval):
-                with run.timed("evaluate"):
-                    eval_reward = evaluate(agents, task, eval_items, args)
+                eval_reward = evaluate(agents, task, eval_items, args)
             run.log(items, rollouts, metrics, eval_reward)
     return agents, run
 

@@ -34,6 +34,7 @@ from transformers import set_seed
 
 from utils import distributed, models, tasks
 from utils.cli import command_line, flags, needs
+from utils.clock import timed
 from utils.run import FolderArgs, Run
 from utils.tasks.made_text import posts
 from utils.tasks.tldr import pair_reward
@@ -256,6 +257,7 @@ def generate(agent, contexts, args, generator):
     return answers
 
 
+@timed
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
@@ -328,36 +330,10 @@ def critic_forward(critic, text, rows, num_turns):
     is_mark = text.turns[rows] > 0
     out = critic.critic.read(text.ids[rows], text.attention_mask[rows], where=is_mark)
     values = models.unflatten(critic.value_head(out.hidden_states), is_mark)
-    return by_turn(values, text.turns[rows], num_turns)
+    return models.sum_by_turn(values, text.turns[rows], num_turns)
 
 
-def by_turn(x, turns, num_turns):
-    """Sums over the tokens of each turn, [B, T + 1], turn t in column t; column 0 is of what belongs to none."""
-    return x.new_zeros(len(x), num_turns + 1).scatter_add(1, turns, x)
-
-
-def td_error(rewards, values, mask, gamma):
-    """The temporal difference error along each row; tokens with mask 0 are skipped, and V = 0 after the last one.
-
-    All are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; 0 where the mask is 0.
-    """
-    advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])
-    for t in reversed(range(values.shape[1])):
-        advantages[:, t] = rewards[:, t] + gamma * next_value - values[:, t]
-        next_value = torch.where(mask[:, t] > 0, values[:, t], next_value)  # at the next token with mask 1
-    return advantages * mask, (advantages + values) * mask
-
-
-def optimizer_step(learner, args):
-    """Clip the gradient, step; returns the norm that it had, of the mean over all processes."""
-    optimizer = learner.optimizers[0]
-    grad_norm = distributed.clip_gradients(optimizer, args.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return grad_norm
-
-
+@timed
 def learn(agents, critic, rollouts, args, generator):
     """One update of a team from its N rollouts; returns metrics of each agent, and of the critic.
 
@@ -365,10 +341,11 @@ def learn(agents, critic, rollouts, args, generator):
     """
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
-    played = sum(by_turn(mask, rollout.turns, num_turns) for mask, rollout in zip(masks, rollouts)).clamp(max=1)
+    num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for mask, rollout in zip(masks, rollouts))
+    played = num_sampled.clamp(max=1)  # [B, T + 1] 1 on turns in which somebody acted
 
     # 1. Rewards, the mean of the agents', in standard deviations of what an episode earns
-    rewards = sum(by_turn(rollout.rewards, rollout.turns, num_turns) for rollout in rollouts) / len(agents)
+    rewards = sum(models.sum_by_turn(rollout.rewards, rollout.turns, num_turns) for rollout in rollouts) / len(agents)
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
         rewards = rewards / (std + args.reward_norm_eps)
@@ -391,14 +368,16 @@ def learn(agents, critic, rollouts, args, generator):
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
             kl = old_logprobs - ref_logprobs
-            rewards = rewards - args.kl_coef * by_turn(kl, rollout.turns, num_turns)
-            kl_mean, _ = distributed.mean_std(kl, mask)
-            metrics.append({"kl": kl_mean, "reference_logprob": distributed.mean_std(ref_logprobs, mask)[0]})
+            rewards = rewards - args.kl_coef * models.sum_by_turn(kl, rollout.turns, num_turns)
+            reference_logprob, _ = distributed.mean_std(ref_logprobs, mask)
+            metrics.append({"kl": distributed.mean_std(kl, mask)[0], "reference_logprob": reference_logprob})
         for rows in text.attention_mask.sum(1).argsort().split(args.micro_batch_size):
             old_values[rows] = baseline + critic_forward(critic, text, rows, num_turns)
 
     # 4. Advantages. Another algorithm puts its own here
-    advantages, returns = td_error(rewards, old_values, played, args.gamma)
+    next_values = pad(old_values[:, 1:] * played[:, 1:], (0, 1))  # V(h_{t+1}); 0 after the last turn
+    returns = (rewards + args.gamma * next_values) * played
+    advantages = returns - old_values * played  # the TD error
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, played)
         advantages = (advantages - mean) / (std + 1e-8)
@@ -421,7 +400,9 @@ def learn(agents, critic, rollouts, args, generator):
                 loss = policy_loss - args.entropy_coef * mean_entropy
                 loss.backward()  # gradients of micro-batches add up
                 losses.append(torch.stack([policy_loss, mean_entropy]).detach())
-            grad_norm = optimizer_step(agent, args)
+            grad_norm = distributed.clip_gradients(agent.optimizers[0], args.max_grad_norm)  # of all processes' mean
+            agent.optimizers[0].step()
+            agent.optimizers[0].zero_grad()
         policy_loss, entropy = torch.stack(losses).sum(0) / len(minibatches)
         own_metrics |= {"policy_loss": policy_loss, "entropy": entropy, "grad_norm": grad_norm}
 
@@ -433,7 +414,9 @@ def learn(agents, critic, rollouts, args, generator):
             value_loss = ((values - returns[rows]) ** 2 * played[rows]).sum() / num_actions
             value_loss.backward()
             losses.append(value_loss.detach())
-        grad_norm = optimizer_step(critic, args)
+        grad_norm = distributed.clip_gradients(critic.optimizers[0], args.max_grad_norm)
+        critic.optimizers[0].step()
+        critic.optimizers[0].zero_grad()
     critic_metrics = {"value_loss": torch.stack(losses).sum() / len(minibatches), "grad_norm": grad_norm}
     for learner in (*agents, critic):
         learner.schedules[0].step()
@@ -444,6 +427,7 @@ def learn(agents, critic, rollouts, args, generator):
 # --- main -------------------------------------------------------------------------------------------------------------
 
 
+@timed
 def evaluate(agents, task, items, args):
     """The mean reward of an episode over held-out items; sampled with the same noise each time."""
     generator = distributed.generator(args.seed)
@@ -462,7 +446,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # of items, one for each update
+    batches = tasks.shuffled_batches(train_items, args)  # one for each update, an item for each episode
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
@@ -472,16 +456,12 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
     with run.start([*agents, critic], generator):  # resumes, and saves however the run ends
         for update in run.updates():
-            items = distributed.share(batches[update])
-            items = [item for item in items for _ in range(args.num_generations)]  # an item's episodes are neighbours
-            with run.timed("play"):
-                rollouts = play(agents, task, items, args, generator)
-            with run.timed("learn"):
-                metrics, critic_metrics = learn(agents, critic, rollouts, args, generator)
+            items = distributed.share(batches[update])  # of one process; --num-generations of an item are neighbours
+            rollouts = play(agents, task, items, args, generator)
+            metrics, critic_metrics = learn(agents, critic, rollouts, args, generator)
             eval_reward = None
             if run.is_due(update, args.eval_interval):
-                with run.timed("evaluate"):
-                    eval_reward = evaluate(agents, task, eval_items, args)
+                eval_reward = evaluate(agents, task, eval_items, args)
             run.log(items, rollouts, metrics, eval_reward, critic_metrics)
     return [*agents, critic], run
 

@@ -35,6 +35,7 @@ from transformers import set_seed
 
 from utils import distributed, models, tasks
 from utils.cli import command_line, flags, needs
+from utils.clock import timed
 from utils.run import FolderArgs, Run
 from utils.tasks.made_text import posts
 from utils.tasks.tldr import pair_reward
@@ -129,8 +130,7 @@ class Agent:
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
 
-        actor_optimizer = models.adamw(self.actor.parameters(), args.actor_learning_rate, args)
-        self.optimizers = [actor_optimizer]
+        self.optimizers = [models.adamw(self.actor.parameters(), args.actor_learning_rate, args)]
 
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
 
@@ -246,6 +246,7 @@ def generate(agent, contexts, args, generator):
     return answers
 
 
+@timed
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
@@ -325,6 +326,7 @@ def group_advantages(returns, played, args):
     return torch.where(played > 0, advantages, 0.0).view(shape)
 
 
+@timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
@@ -385,6 +387,7 @@ def learn(agent, rollout, args, generator):
 # --- main -------------------------------------------------------------------------------------------------------------
 
 
+@timed
 def evaluate(agents, task, items, args):
     """The mean reward of an episode over held-out items; sampled with the same noise each time."""
     generator = distributed.generator(args.seed)
@@ -403,7 +406,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # of items, one for each update
+    batches = tasks.shuffled_batches(train_items, args)  # one for each update, an item for each episode
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
@@ -412,16 +415,12 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
     with run.start(agents, generator):  # resumes, and saves however the run ends
         for update in run.updates():
-            items = distributed.share(batches[update])
-            items = [item for item in items for _ in range(args.num_generations)]  # an item's episodes are neighbours
-            with run.timed("play"):
-                rollouts = play(agents, task, items, args, generator)
-            with run.timed("learn"):
-                metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
+            items = distributed.share(batches[update])  # of one process; --num-generations of an item are neighbours
+            rollouts = play(agents, task, items, args, generator)
+            metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
             eval_reward = None
             if run.is_due(update, args.eval_interval):
-                with run.timed("evaluate"):
-                    eval_reward = evaluate(agents, task, eval_items, args)
+                eval_reward = evaluate(agents, task, eval_items, args)
             run.log(items, rollouts, metrics, eval_reward)
     return agents, run
 

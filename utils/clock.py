@@ -1,6 +1,7 @@
 """Where the time of a run goes: seconds by phase. What a phase inside another one takes is not counted in the outer."""
 
 import contextlib
+import functools
 import time
 
 
@@ -47,4 +48,14 @@ class Clock:
 
 
 clock = Clock()  # of this process
-timed = clock.timed
+
+
+def timed(function):
+    """Count the seconds of a script's function, such as play, under its name; not where it is called by another one."""
+
+    @functools.wraps(function)
+    def timed_function(*arguments, **named):
+        with contextlib.nullcontext() if clock.phases else clock.timed(function.__name__):
+            return function(*arguments, **named)
+
+    return timed_function

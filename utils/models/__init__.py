@@ -3,7 +3,15 @@
 from utils.models.flags import CriticArgs, ModelArgs, SamplingArgs
 from utils.models.loading import ValueHead
 from utils.models.policy import adamw, generate_with_vllm, in_chunks, load, lr_schedule, sampling
-from utils.models.transcripts import encode, join_transcripts, logits_processors, pad_left, pad_right, unflatten
+from utils.models.transcripts import (
+    encode,
+    join_transcripts,
+    logits_processors,
+    pad_left,
+    pad_right,
+    sum_by_turn,
+    unflatten,
+)
 
 __all__ = [
     "CriticArgs",
@@ -21,5 +29,6 @@ __all__ = [
     "pad_left",
     "pad_right",
     "sampling",
+    "sum_by_turn",
     "unflatten",
 ]

@@ -53,7 +53,8 @@ def wrap(base, config, args):
     model.frozen = set()  # names of adapters that do not learn
     model.mergeable = None  # layers, found when an adapter is first merged
     model.merged = None  # the name of the adapter that is in the base's weights
-    model.kept = []  # weights as they were: (parameter, data)
+    model.merged_version = None  # of the adapter's weights, as they were
+    model.kept = []  # the base's own: (layer, name, parameter)
     model.was_training = False
     if args.gradient_checkpointing:
         checkpoint_gradients(model)
@@ -80,8 +81,9 @@ def add(model, name, like=None):
     switches = (lora.LoraLayer, AuxiliaryTrainingWrapper)
     model.switches = [module for module in model.modules() if isinstance(module, switches)]
     model.learning = []
-    for each in model.peft_config:
-        for parameter in parameters(model, each):
+    model.by_adapter = {each: parameters(model, each) for each in model.peft_config}
+    for each, own in model.by_adapter.items():
+        for parameter in own:
             parameter.requires_grad_(each not in model.frozen)
             model.learning += [] if each in model.frozen else [parameter]
     model.mergeable = None
@@ -111,7 +113,7 @@ def active(model, name):
     """
     has_gradient = torch.is_grad_enabled()
     set_training(model, has_gradient)
-    if has_gradient or model.merged not in (None, name):
+    if has_gradient or model.merged != name or model.merged_version != version(model, name):
         unmerge(model)
     if not name:
         with model.disable_adapter():
@@ -139,7 +141,7 @@ def let_learn(model):
     for parameter in model.learning:
         parameter.requires_grad_(True)
     if model.active_adapter in model.frozen:
-        for parameter in parameters(model, model.active_adapter):
+        for parameter in model.by_adapter[model.active_adapter]:
             parameter.requires_grad_(False)
 
 
@@ -164,19 +166,26 @@ def merge(model, name):
         model.mergeable = mergeable_layers(model, model.args)
         switch(model, name)
     for layer in model.mergeable:
-        for parameter in layer.get_base_layer().parameters():
-            model.kept.append((parameter, parameter.data))
-            parameter.data = parameter.data.clone()
+        base_layer = layer.get_base_layer()
+        for key, parameter in [*base_layer.named_parameters(recurse=False)]:
+            model.kept.append((base_layer, key, parameter))  # itself unchanged: a backward pass may need it yet
+            setattr(base_layer, key, nn.Parameter(parameter.clone(), requires_grad=False))
         layer.merge(adapter_names=[name])
     model.merged = name
+    model.merged_version = version(model, name)
+
+
+def version(model, name):
+    """A number that changes whenever the weights of an adapter do."""
+    return sum(parameter._version for parameter in model.by_adapter[name])
 
 
 def unmerge(model):
-    """Give the base the tensors back that it had."""
+    """Give the base the parameters back that it had."""
     if model.merged is None:
         return
-    for parameter, data in model.kept:
-        parameter.data = data
+    for base_layer, key, parameter in model.kept:
+        setattr(base_layer, key, parameter)
     for layer in model.mergeable:
         layer.merged_adapters.clear()
     model.kept = []

@@ -164,9 +164,10 @@ def build_config(model, args):
 def load_stage(agents, args):
     """Start from --load-checkpoint: agent i's actor becomes actor and reference; its critic and head are loaded.
 
-    A critic that the checkpoint lacks is a copy of its actor, and a head that it lacks is new. The policies are the
-    checkpoint's, also in adapters that are wider than its own (`build_config`). A run that goes on takes nothing from
-    there. Raises UserError.
+    A critic that the checkpoint lacks is a copy of its actor, a head that it lacks is new, and so is a team's critic.
+    A reference without adapters of its own stays the initial model. The policies are the checkpoint's, also in
+    adapters that are wider than its own (`build_config`). A run that goes on takes nothing from there. Raises
+    UserError.
     """
     if own_checkpoint(args):
         return

@@ -121,6 +121,11 @@ def unflatten(x, mask):
     return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
+def sum_by_turn(x, turns, num_turns):
+    """Sums of x [B, S] over the tokens of each turn, [B, T + 1]: of turn t in column t, of those of no turn in 0."""
+    return x.new_zeros(len(x), num_turns + 1).scatter_add(1, turns, x)
+
+
 @dataclass
 class Turn:
     """What an agent read before it answered, and its answer."""

@@ -16,6 +16,7 @@ from utils import distributed
 from utils.cli import Stopped, TaskError, UserError
 from utils.clock import clock
 from utils.files import WriteError, checkpoints, lock, read_json, sync, writing
+from utils.models.stages import load_stage
 from utils.models.weights import load_agents, save_agents
 from utils.run.checkpoint import newest_whole, random_state, restore_random_state, write_checkpoint
 from utils.run.failures import explain
@@ -110,6 +111,8 @@ class Run:
     def enter(self):
         clock.lap()
         distributed.decide(self.take_folder)
+        if self.args.load_checkpoint:
+            load_stage(self.agents, self.args)
         if self.args.resume or self.fork:
             self.restore()
         self.random = distributed.gather_objects(random_state(self.generator))  # after the last logged update
@@ -200,14 +203,6 @@ class Run:
             dynamic_ncols=True,
         )
         yield from self.bar
-
-    @contextlib.contextmanager
-    def timed(self, phase):
-        """Within it, time belongs to a phase: play, learn or evaluate."""
-        if self.bar is not None and not self.rows:
-            self.bar.set_postfix_str(phase)
-        with clock.timed(phase):
-            yield
 
     def is_due(self, update, interval):
         """Whether what comes every `interval` updates, after the first and the last comes after this one; 0: never."""
