@@ -18,7 +18,7 @@ from utils.models import causal_lm
 
 def locate(name):
     """A model's folder, seen from here or from the scripts' own folder; or the hub name, as it is."""
-    beside = Path(__file__).resolve().parent.parent / name
+    beside = Path(__file__).resolve().parents[2] / name
     return str(beside) if not Path(name).exists() and beside.exists() else name
 
 
