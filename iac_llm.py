@@ -10,8 +10,9 @@ that it has read and written before:
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2, clipped as in PPO
 
 Every token costs kl_coef (log pi - log pi_ref); the last token of a turn also earns the turn's reward, divided by the
-standard deviation of what episodes of the rollout earn. The A_t of the actor are standardised. As on CoMLRL's page of
-IAC there is no probability ratio and no clipping of the policy loss; ppo_llm.py has both.
+standard deviation of what episodes earn. The A_t of the actor are standardised, with a constant beside their deviation:
+(A - mean) / (std + 0.3), so that late noise is not blown up. As on CoMLRL's page there is no probability ratio and no
+clipping of the policy loss; ppo_llm.py has both.
 
     python iac_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 iac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -25,6 +26,7 @@ Sources: CoMLRL's page on Multi-Agent Actor-Critic, arXiv 2601.21972 (there CoLL
 
 import sys
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Annotated
 
 import datasets
@@ -69,9 +71,10 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Advantages
     gamma: Fraction = 1.0  # discount factor, from turn to turn
     reward_normalization: bool = True  # divide rewards by the standard deviation of what episodes earn
-    reward_norm_eps: PositiveFloat = 1e-3  # added to that deviation
+    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that deviation
     kl_coef: NonNegativeFloat = 0.03  # KL penalty, of rewards that are divided
     advantage_normalization: bool = True  # standardise advantages over the rollout's turns
+    advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to their deviation
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout; after the first step it is off-policy, uncorrected
@@ -145,6 +148,7 @@ class Agent:
             models.adamw(critic_parameters, args.critic_learning_rate, args),
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
+        self.state = {"stds": []}  # of what an episode earned, in each rollout
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -343,11 +347,13 @@ def learn(agent, rollout, args, generator):
     action_mask = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # 1 on the first token of each turn
     start = (action_mask * torch.arange(mask.shape[1], device=mask.device)).cummax(1).values.long()  # of a token's turn
 
-    # 1. Rewards, in standard deviations of what an episode earns
+    # 1. Rewards, in standard deviations of what an episode earns, at least the mean of all rollouts so far
     rewards = rollout.rewards
     if args.reward_normalization:
         has_acted = mask.amax(1)  # [B] 0 where the agent did not act at all
         _, std = distributed.mean_std(rewards.sum(1), has_acted)
+        agent.state["stds"].append(float(std))
+        std = max(float(std), mean(agent.state["stds"]))  # where nearly all earn the same, noise stays small
         rewards = rewards / (std + args.reward_norm_eps)
 
     # 2. A baseline for each turn, so that the critic, whose output starts at 0, has only differences to learn
@@ -372,8 +378,8 @@ def learn(agent, rollout, args, generator):
     rewards = torch.zeros_like(rewards).scatter_add(1, start, rewards)  # a turn's, on its first token
     advantages, returns = td_error(rewards, old_values, action_mask, args.gamma)
     if args.advantage_normalization:
-        mean, std = distributed.mean_std(advantages, action_mask)
-        advantages = (advantages - mean) / (std + 1e-8)
+        center, std = distributed.mean_std(advantages, action_mask)
+        advantages = (advantages - center) / (std + args.advantage_norm_eps)
     advantages = advantages.gather(1, start)  # each token has that of its turn
 
     # 5. Optimiser steps

@@ -11,8 +11,9 @@ it has read and written before:
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2, clipped as in PPO
 
 Every token costs kl_coef (log pi - log pi_ref); the last token of a turn also earns the turn's reward, divided by the
-standard deviation of what episodes of the rollout earn. The A_t of the actor are standardised. As on CoMLRL's page of
-IPPO there is no probability ratio and no clipping of the policy loss; ppo_llm.py has both.
+standard deviation of what episodes earn. The A_t of the actor are standardised, with a constant beside their deviation:
+(A - mean) / (std + 0.3), so that late noise is not blown up. As on CoMLRL's page there is no probability ratio and no
+clipping of the policy loss; ppo_llm.py has both.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -26,6 +27,7 @@ Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
 
 import sys
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Annotated
 
 import datasets
@@ -71,9 +73,10 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     gamma: Fraction = 1.0  # discount factor, from token to token
     gae_lambda: Fraction = 0.95
     reward_normalization: bool = True  # divide rewards by the standard deviation of what episodes earn
-    reward_norm_eps: PositiveFloat = 1e-3  # added to that deviation
+    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that deviation
     kl_coef: NonNegativeFloat = 0.03  # KL penalty, of rewards that are divided
     advantage_normalization: bool = True  # standardise advantages over the rollout's tokens
+    advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to their deviation
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout; after the first step it is off-policy, uncorrected
@@ -147,6 +150,7 @@ class Agent:
             models.adamw(critic_parameters, args.critic_learning_rate, args),
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
+        self.state = {"stds": []}  # of what an episode earned, in each rollout
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -346,11 +350,13 @@ def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
 
-    # 1. Rewards, in standard deviations of what an episode earns
+    # 1. Rewards, in standard deviations of what an episode earns, at least the mean of all rollouts so far
     rewards = rollout.rewards
     if args.reward_normalization:
         has_acted = mask.amax(1)  # [B] 0 where the agent did not act at all
         _, std = distributed.mean_std(rewards.sum(1), has_acted)
+        agent.state["stds"].append(float(std))
+        std = max(float(std), mean(agent.state["stds"]))  # where nearly all earn the same, noise stays small
         rewards = rewards / (std + args.reward_norm_eps)
 
     # 2. A baseline for each turn, so that the critic, whose output starts at 0, has only differences to learn
@@ -374,8 +380,8 @@ def learn(agent, rollout, args, generator):
     rewards = rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask
     advantages, returns = gae(rewards, old_values, mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
-        mean, std = distributed.mean_std(advantages, mask)
-        advantages = (advantages - mean) / (std + 1e-8)
+        center, std = distributed.mean_std(advantages, mask)
+        advantages = (advantages - center) / (std + args.advantage_norm_eps)
 
     # 5. Optimiser steps
     losses = []

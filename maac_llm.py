@@ -8,8 +8,8 @@ written, h_t = (h_t of agent 0, 1, ...), before they answer in turn t; a_t are t
     actors    maximise   mean of  log pi(a_t|h_t) A_t + beta H(pi(.|h_t))
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2
 
-r_t is the mean of the agents' rewards, divided by the standard deviation of what episodes of the rollout earn, less
-kl_coef (log pi - log pi_ref) of all their tokens. The A_t of the actors are standardised, and the same for all agents.
+r_t is the mean of the agents' rewards, divided by the standard deviation of what episodes earn, less kl_coef (log pi -
+log pi_ref) of all their tokens. The A_t are the same for all agents: (A - mean) / (std + 0.3) over the rollout.
 As in CoMLRL there is no probability ratio and no clipping of the policy loss; ppo_llm.py has both.
 
     python maac_llm.py --num-agents 2
@@ -24,6 +24,7 @@ Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
 
 import sys
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Annotated
 
 import datasets
@@ -67,9 +68,10 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Advantages
     gamma: Fraction = 1.0  # discount factor, from turn to turn
     reward_normalization: bool = True  # divide rewards by the standard deviation of what episodes earn
-    reward_norm_eps: PositiveFloat = 1e-3  # added to that deviation
+    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that deviation
     kl_coef: NonNegativeFloat = 0.03  # KL penalty, of rewards that are divided
     advantage_normalization: bool = True  # standardise advantages over the rollout's turns
+    advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to their deviation
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout; after the first step it is off-policy, uncorrected
@@ -141,6 +143,7 @@ class Critic:
         self.critic = initial.trainable_critic("critic")
         self.tokenizer = self.critic.tokenizer  # of agent 0, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # [n, D] to [n]; starts at 0
+        self.state = {"stds": []}  # of what an episode earned, in each rollout
         parameters = [*self.value_head.parameters(), *self.critic.parameters()]
         self.optimizers = [models.adamw(parameters, args.critic_learning_rate, args)]
         self.schedules = [models.lr_schedule(self.optimizers[0], num_updates, args)]
@@ -344,10 +347,12 @@ def learn(agents, critic, rollouts, args, generator):
     num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for mask, rollout in zip(masks, rollouts))
     played = num_sampled.clamp(max=1)  # [B, T + 1] 1 on turns in which somebody acted
 
-    # 1. Rewards, the mean of the agents', in standard deviations of what an episode earns
+    # 1. Rewards, the mean of the agents', in standard deviations of what an episode earns, at least the mean so far
     rewards = sum(models.sum_by_turn(rollout.rewards, rollout.turns, num_turns) for rollout in rollouts) / len(agents)
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
+        critic.state["stds"].append(float(std))
+        std = max(float(std), mean(critic.state["stds"]))  # where nearly all earn the same, noise stays small
         rewards = rewards / (std + args.reward_norm_eps)
 
     # 2. A baseline for each turn, so that the critic, whose output starts at 0, has only differences to learn
@@ -379,8 +384,8 @@ def learn(agents, critic, rollouts, args, generator):
     returns = (rewards + args.gamma * next_values) * played
     advantages = returns - old_values * played  # the TD error
     if args.advantage_normalization:
-        mean, std = distributed.mean_std(advantages, played)
-        advantages = (advantages - mean) / (std + 1e-8)
+        center, std = distributed.mean_std(advantages, played)
+        advantages = (advantages - center) / (std + args.advantage_norm_eps)
 
     # 5. Optimiser steps
     minibatches = []
