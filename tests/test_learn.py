@@ -386,7 +386,7 @@ def test_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch, case):
     assert min(mean(own) for own in zip(*largest)) > 1e-3
     assert 0.01 < float(mean([x.float() for x in targets.is_clipped])) < 0.95
     if script is ppo_llm:
-        assert 0.05 < metrics["clip_fraction"] < 0.95
+        assert 0.01 < metrics["clip_fraction"] < 0.99
 
 
 # --- A team's critic --------------------------------------------------------------------------------------------------
