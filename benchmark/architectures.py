@@ -17,6 +17,7 @@ import time
 import peft
 import torch
 import transformers
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import iac_llm
@@ -24,11 +25,12 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-from utils.models import adapters, causal_lm
+from utils import models, tasks
+from utils.models import causal_lm
 from utils.models.loading import locate
 
 SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
-PRINTED = ("ippo", "iac", "ppo")  # maac and magrpo sample and learn with functions of iac and ippo; the tests try them
+PRINTED = ("ippo", "iac", "ppo")  # maac and magrpo sample with the functions of the others; the tests try them
 TOKENIZER = "utils/tiny_lm"
 NEW_TOKENS = 6
 
@@ -185,81 +187,104 @@ class Task:
 
 def make_args(script, folder, output_dir):
     """Flags of a run of one update, on eight prompts."""
-    flags = {"num_agents": 1, "train_size": 8, "num_train_epochs": 1, "rollout_buffer_size": 8}
-    if script is ppo_llm:
-        flags |= {"model": folder, "batch_size": 4, "max_output_tokens": NEW_TOKENS, "evaluation_interval": 0}
-    else:
-        flags |= {"model": (folder,), "mini_batch_size": 4, "max_new_tokens": NEW_TOKENS, "eval_interval": 0}
-    if script is iac_llm:
-        flags["use_separate_critic"] = True
-    if script is magrpo_llm:
-        flags |= {"num_generations": 2, "rollout_buffer_size": 16}
-    return script.Args(**flags, output_dir=output_dir)
+    generations = 2 if script is magrpo_llm else 1
+    flags = {"use_separate_critic": True} if script in (iac_llm, ppo_llm) else {}
+    return script.Args(
+        model=(folder,),
+        num_agents=1,
+        train_size=8,
+        num_train_epochs=1,
+        num_generations=generations,
+        rollout_buffer_size=8 * generations,
+        mini_batch_size=4,
+        max_new_tokens=NEW_TOKENS,
+        eval_interval=0,
+        output_dir=output_dir,
+        **flags,
+    )
 
 
 def check_script(script, folder, output_dir):
     """Train a script's agent with the model in a folder for one update; what came of it, by name."""
     agents, run = script.main(make_args(script, folder, output_dir), task=Task())
     agent = agents[0]
-    args = run.args
-    generator = torch.Generator().manual_seed(1)
     items = Task().train_dataset(8, 0)
-    rollout = script.play([agent], Task(), items, args, generator)[0]
-    mask = rollout.response_mask
+    task = tasks.load_task(Task(), run.args, script)
+    (rollout,) = script.play([agent], task, items, run.args, torch.Generator().manual_seed(1))
+    with models.sampling([agent], run.args):
+        sampled = replay(agent, rollout)
+    is_sampled = rollout.turns > 0
+    with torch.no_grad():
+        out = agent.actor.read(rollout.ids, rollout.attention_mask, where=is_sampled)
+    recomputed = out.logits.float().log_softmax(-1).gather(1, rollout.ids[is_sampled][:, None])[:, 0]
+    alone = logprobs_alone(agent, rollout)
     return {
-        "recomputes": getattr(policy_of(agent), "recomputes", False),
-        "lengths": sorted(mask.sum(-1).flatten().int().tolist()),
-        "sampled": largest(rollout.logprobs - logprobs_alone(agent, rollout), mask),
-        "recomputed": largest(rollout.logprobs - script.compute_logprobs(agent.actor, rollout, args), mask),
+        "recomputes": getattr(agent.actor.base, "recomputes", False),
+        "lengths": sorted(is_sampled.sum(1).tolist()),
+        "sampled": float((sampled - alone).abs().max()),
+        "recomputed": float((recomputed - alone[is_sampled]).abs().max()),
         "change": weight_change(agent),
-        "saved": saved_difference(script, agent, folder, run.folder),
+        "saved": saved_difference(agent, folder, run.folder),
     }
 
 
-def policy_of(agent):
-    """The causal language model that an agent samples from."""
-    return agent.actor if isinstance(agent.actor, torch.nn.Module) else agent.model.get_base_model()
-
-
-def largest(difference, mask):
-    return float((difference * mask).abs().max())
+@torch.no_grad()
+def replay(agent, rollout):
+    """log pi of the sampled tokens [B, S] as `generate` computes it: padded on the left, with a cache; 0 elsewhere."""
+    logprobs = torch.zeros(rollout.ids.shape)
+    starts = (rollout.turns > 0).int().argmax(1)
+    lengths = rollout.attention_mask.sum(1)
+    contexts = [ids[:start].tolist() for ids, start in zip(rollout.ids, starts)]
+    ids, mask = models.pad_left(contexts, agent)
+    rows = torch.arange(len(contexts))
+    cache = None
+    for step in range(NEW_TOKENS):
+        out = agent.actor.next_token(ids, mask, cache)
+        columns = starts[rows] + step
+        tokens = rollout.ids[rows, columns]
+        logprobs[rows, columns] = out.logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        goes_on = columns + 1 < lengths[rows]
+        if not goes_on.any():
+            break
+        rows = rows[goes_on]
+        cache = out.cache.select(goes_on)
+        ids = torch.cat([ids, tokens[:, None]], 1)[goes_on]
+        mask = pad(mask[goes_on], (0, 1), value=1)
+    return logprobs
 
 
 @torch.no_grad()
 def logprobs_alone(agent, rollout):
-    """log pi of each sequence, in the rollout's shape, in a batch of its own, without padding, mask or cache."""
-    model = policy_of(agent)
-    if not isinstance(agent.actor, torch.nn.Module):
-        agent.model.set_adapter(agent.actor)
-    logprobs = torch.zeros_like(rollout.logprobs)
-    rows = [x.flatten(0, -2) for x in (rollout.ids, rollout.attention_mask, rollout.response_mask, logprobs)]
-    for row_ids, attention_mask, response_mask, row_logprobs in zip(*rows):
-        ids = row_ids[attention_mask > 0]
-        length = int(response_mask.sum())
-        log_pi = model(ids[None], use_cache=False).logits[0, -length - 1 : -1].log_softmax(-1)
-        row_logprobs[:length] = log_pi.gather(1, ids[-length:, None])[:, 0]
-    return logprobs
+    """log pi of the sampled tokens [B, S], each sequence in a batch of its own, without padding, mask or cache."""
+    logprobs = torch.zeros(rollout.ids.shape)
+    with agent.actor.active():
+        for row, (ids, turns) in enumerate(zip(rollout.ids, rollout.turns)):
+            length = int(rollout.attention_mask[row].sum())
+            log_pi = agent.actor.base(ids[None, :length], use_cache=False).logits[0, :-1].log_softmax(-1)
+            logprobs[row, 1:length] = log_pi.gather(1, ids[1:length, None])[:, 0]
+    return logprobs * (rollout.turns > 0)
 
 
 def weight_change(agent):
     """The largest change of a weight in the update."""
-    if not isinstance(agent.actor, torch.nn.Module):
-        pairs = zip(adapters.parameters(agent.model, agent.actor), adapters.parameters(agent.model, agent.reference))
+    if agent.actor.adapter is None:
+        pairs = zip(agent.actor.model.parameters(), agent.reference.model.parameters())
     else:
         pairs = zip(agent.actor.parameters(), agent.reference.parameters())
     return max(float((new - old).detach().abs().max()) for new, old in pairs)
 
 
 @torch.no_grad()
-def saved_difference(script, agent, folder, run_folder):
+def saved_difference(agent, folder, run_folder):
     """The largest difference of logits between an agent and what transformers, or peft, opens in the run's folder."""
     ids = torch.arange(12)[None] * 5
-    logits = policy_of(agent)(ids).logits
-    if script is ppo_llm:
+    with agent.actor.active():
+        logits = agent.actor.base(ids).logits
+    if agent.actor.adapter is None:
+        saved = AutoModelForCausalLM.from_pretrained(run_folder / "agent_0")
+    else:
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         saved = peft.PeftModel.from_pretrained(base, run_folder / "agent_0" / "actor")
-    else:
-        saved = AutoModelForCausalLM.from_pretrained(run_folder / "agent_0")
     return float((saved.eval()(ids).logits - logits).abs().max())
 
 
@@ -289,7 +314,7 @@ def sample_all(model, input_ids, count):
         cache = out.cache
         cache.reorder_cache(torch.arange(len(mask)))
         input_ids = out.logits[:, -1:].argmax(-1)
-        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        mask = pad(mask, (0, 1), value=1)
 
 
 def save_model(name, folder):

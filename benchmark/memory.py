@@ -34,14 +34,17 @@ def train(script, agents, folder, output_dir):
         "train_size": 32,
         "num_train_epochs": 1,
         "rollout_buffer_size": 16,
+        "mini_batch_size": 4,
+        "micro_batch_size": 4,
+        "max_new_tokens": 64,
+        "eval_interval": 0,
+        "use_separate_critic": True,
         "output_dir": output_dir,
     }
     if script == "ppo_llm":
-        args = ppo_llm.Args(**flags, max_output_tokens=64, evaluation_interval=0, batch_size=4, lora_rank=8)
-        ppo_llm.main(args, TASK)
+        ppo_llm.main(ppo_llm.Args(**flags, num_turns=1, lora_rank=8), TASK)
     else:
-        args = ippo_llm.Args(**flags, use_separate_critic=True, max_new_tokens=64, eval_interval=0, mini_batch_size=4)
-        ippo_llm.main(args, TASK)
+        ippo_llm.main(ippo_llm.Args(**flags), TASK)
 
 
 def main():

@@ -54,13 +54,14 @@ def train(folder, shard):
             num_train_epochs=1,
             rollout_buffer_size=16,
             mini_batch_size=4,
+            micro_batch_size=2,
             max_new_tokens=64,
             eval_interval=0,
             output_dir=output_dir,
         )
         (agent,), _ = ippo_llm.main(args, TASK)
     weights = []
-    for model in (agent.reference, agent.actor, agent.critic, agent.value_head):
+    for model in (agent.reference.model, agent.actor.model, agent.critic.model, agent.value_head):
         weights += model.parameters()
     moments = []
     for optimizer in agent.optimizers:

@@ -45,45 +45,28 @@ TASK = SimpleNamespace(
 
 def train(flags, output_dir):
     """Train with the flags of the command line; returns the Run. Raises UserError."""
-    if flags.script == "ppo_llm":
-        args = ppo_llm.Args(
-            model=flags.folder,
-            num_agents=flags.agents,
-            train_size=flags.prompts,
-            num_train_epochs=flags.iterations,
-            rollout_buffer_size=flags.prompts,
-            max_output_tokens=flags.new_tokens,
-            evaluation_interval=0,
-            batch_size=flags.batch_size,
-            micro_batch_size_per_gpu=flags.micro_batch_size,
-            update_epochs=1,
-            lora_rank=8,
-            lora_alpha=16.0,
-            lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"),
-            merge_adapters=flags.merge_adapters,
-            **sampling(flags),
-            output_dir=output_dir,
-        )
-        return ppo_llm.main(args, TASK)[1]
-    args = ippo_llm.Args(
+    script = {"ippo_llm": ippo_llm, "ppo_llm": ppo_llm}[flags.script]
+    of_script = {"use_separate_critic": flags.critic == "separate"}
+    if script is ppo_llm:
+        of_script |= {"num_turns": 1, "update_epochs": 1, "lora_rank": 8, "lora_alpha": 16.0}
+        of_script |= {"lora_target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")}
+        of_script["merge_adapters"] = flags.merge_adapters
+    same = ("mixed_precision", "dtype", "static_cache", "use_vllm", "vllm_config", "mini_batch_size")
+    args = script.Args(
         model=flags.folder,
         num_agents=flags.agents,
         train_size=flags.prompts,
         num_train_epochs=flags.iterations,
         rollout_buffer_size=flags.prompts,
         max_new_tokens=flags.new_tokens,
+        micro_batch_size=flags.micro_batch_size or flags.mini_batch_size,
         eval_interval=0,
-        use_separate_critic=flags.critic == "separate",
-        **sampling(flags),
+        save_interval=0,
         output_dir=output_dir,
+        **{name: getattr(flags, name) for name in same},
+        **of_script,
     )
-    return ippo_llm.main(args, TASK)[1]
-
-
-def sampling(flags):
-    """Flags that both scripts have."""
-    names = ("mixed_precision", "dtype", "static_cache", "use_vllm", "vllm_config")
-    return {name: getattr(flags, name) for name in names} | {"save_interval": 0}
+    return script.main(args, TASK)[1]
 
 
 def on_gpu(run, flags, model):
@@ -103,7 +86,7 @@ def on_gpu(run, flags, model):
     return {
         "gpu": torch.cuda.get_device_name(),
         "seconds_of_an_iteration": phases,
-        "ms_of_a_token": round(1000 * phases["sample"] / flags.agents / flags.new_tokens, 2),
+        "ms_of_a_token": round(1000 * phases["play"] / flags.agents / flags.new_tokens, 2),
         "ms_to_read_the_weights": round(1000 * weights / bytes_per_second, 2),
         "gigabytes_per_second": round(bytes_per_second / 1e9),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
@@ -142,10 +125,10 @@ def main():
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--script", choices=["ippo_llm", "ppo_llm"], default="ippo_llm")
     parser.add_argument("--agents", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=16, help="ppo_llm's episodes in an optimiser step")
-    parser.add_argument("--micro-batch-size", type=int, help="ppo_llm's episodes in a forward pass")
+    parser.add_argument("--mini-batch-size", type=int, default=16, help="episodes of an optimiser step")
+    parser.add_argument("--micro-batch-size", type=int, help="episodes of a forward pass; none: of a step")
     parser.add_argument("--no-merge-adapters", dest="merge_adapters", action="store_false", help="in ppo_llm")
-    parser.add_argument("--critic", choices=["separate", "head"], default="separate", help="of ippo_llm's agents")
+    parser.add_argument("--critic", choices=["separate", "head"], default="separate")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--static-cache", action="store_true", help="the scripts' --static-cache")
@@ -170,9 +153,8 @@ def main():
     samples_per_second = [row["samples_per_second"] for row in run.rows]
     new_tokens_per_second = [row["new_tokens_per_second"] for row in run.rows]
     result = {name: getattr(flags, name) for name in ("script", "agents", "prompts", "new_tokens", "mixed_precision")}
-    if flags.script == "ippo_llm":
-        result["critic"] = flags.critic
-    else:
+    result["critic"] = flags.critic
+    if flags.script == "ppo_llm":
         result["merge_adapters"] = flags.merge_adapters
     result |= {
         "joint_samples_per_second": round(statistics.median(samples_per_second), 1),
