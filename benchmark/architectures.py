@@ -1,11 +1,12 @@
-"""Try the scripts with tiny random models of many architectures, and write down what each can do.
+"""Try agents of many architectures, with tiny random models, and write down what each can do.
 
 python -m benchmark.architectures                     all of them; prints the table of docs/architectures.md
 python -m benchmark.architectures llama mamba         these
 
-Of each: the largest difference of the log-probabilities that a script samples with from those of each sequence read
-alone, without padding or cache; whether an update changes the weights; whether what is saved opens with the same
-logits; and, where a model takes no padding, how many times as long it samples as it would with its cache.
+Of each, whole and as adapters on it, trained by ippo_llm for an update: the largest difference of log-probabilities
+and hidden states that the agent samples and learns from, from those of each transcript read alone, without padding or
+cache; the same of gradients; whether the update changes the weights; whether what is saved opens with the same logits;
+and, where a model takes no padding, how many times as long it samples as it would with its cache.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import contextlib
 import io
 import tempfile
 import time
+from types import SimpleNamespace
 
 import peft
 import torch
@@ -20,17 +22,12 @@ import transformers
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import iac_llm
 import ippo_llm
-import maac_llm
-import magrpo_llm
-import ppo_llm
-from utils import models, tasks
+from utils import models
 from utils.models import causal_lm
 from utils.models.loading import locate
 
-SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
-PRINTED = ("ippo", "iac", "ppo")  # maac and magrpo sample with the functions of the others; the tests try them
+RANKS = {"whole": 0, "adapters": 4}
 TOKENIZER = "utils/tiny_lm"
 NEW_TOKENS = 6
 
@@ -171,9 +168,7 @@ def make_model(name):
 
 
 class Task:
-    """Prompts of one to eight words; a response earns its share of different characters."""
-
-    __name__ = "words"
+    """Prompts of one to eight words; an answer earns its share of different characters."""
 
     def train_dataset(self, size, seed):
         return [{"prompt": "word " * (1 + k % 8)} for k in range(size)]
@@ -181,111 +176,144 @@ class Task:
     def formatters(self, item):
         return item["prompt"]
 
-    def reward_func(self, responses):
-        return [len(set(text)) / max(1, len(text)) for text in responses]
+    def reward_func(self, answers):
+        return [len(set(text)) / max(1, len(text)) for text in answers]
 
 
-def make_args(script, folder, output_dir):
-    """Flags of a run of one update, on eight prompts."""
-    generations = 2 if script is magrpo_llm else 1
-    flags = {"use_separate_critic": True} if script in (iac_llm, ppo_llm) else {}
-    return script.Args(
+def train(folder, output_dir, lora_rank=0):
+    """An agent, trained by ippo_llm for an update on eight prompts, with a critic of its own."""
+    args = ippo_llm.Args(
         model=(folder,),
         num_agents=1,
+        use_separate_critic=True,
+        lora_rank=lora_rank,
         train_size=8,
         num_train_epochs=1,
-        num_generations=generations,
-        rollout_buffer_size=8 * generations,
+        rollout_buffer_size=8,
         mini_batch_size=4,
         max_new_tokens=NEW_TOKENS,
         eval_interval=0,
         output_dir=output_dir,
-        **flags,
     )
+    (agent,), _ = ippo_llm.main(args, task=Task())
+    return agent
 
 
-def check_script(script, folder, output_dir):
-    """Train a script's agent with the model in a folder for one update; what came of it, by name."""
-    agents, run = script.main(make_args(script, folder, output_dir), task=Task())
-    agent = agents[0]
-    items = Task().train_dataset(8, 0)
-    task = tasks.load_task(Task(), run.args, script)
-    (rollout,) = script.play([agent], task, items, run.args, torch.Generator().manual_seed(1))
-    with models.sampling([agent], run.args):
-        sampled = replay(agent, rollout)
-    is_sampled = rollout.turns > 0
-    with torch.no_grad():
-        out = agent.actor.read(rollout.ids, rollout.attention_mask, where=is_sampled)
-    recomputed = out.logits.float().log_softmax(-1).gather(1, rollout.ids[is_sampled][:, None])[:, 0]
-    alone = logprobs_alone(agent, rollout)
-    return {
-        "recomputes": getattr(agent.actor.base, "recomputes", False),
-        "lengths": sorted(is_sampled.sum(1).tolist()),
-        "sampled": float((sampled - alone).abs().max()),
-        "recomputed": float((recomputed - alone[is_sampled]).abs().max()),
-        "change": weight_change(agent),
-        "saved": saved_difference(agent, folder, run.folder),
-    }
+# --- What a policy computes, against each row alone -------------------------------------------------------------------
+
+LENGTHS = (3, 9, 14)
+SAMPLED = ([1, 2], [4, 5, 6, 7, 8], [5, 6, 10, 11, 12, 13])  # places, in each row
+
+
+def make_rows():
+    """Random ids, and where they are sampled, both [3, 16]."""
+    ids = torch.randint(3, 700, (len(LENGTHS), 16), generator=torch.Generator().manual_seed(1))
+    where = torch.zeros_like(ids, dtype=torch.bool)
+    for row, places in enumerate(SAMPLED):
+        where[row, places] = True
+    return ids, where
+
+
+def read_alone(policy, ids, where):
+    """What Policy.read gives, from a plain forward pass of each row, without its padding."""
+    logits = []
+    hidden_states = []
+    with policy.active():
+        for row, length in enumerate(LENGTHS):
+            out = policy.base(input_ids=ids[row : row + 1, :length], use_cache=False, output_hidden_states=True)
+            before = where[row].nonzero().squeeze(1) - 1
+            hidden_states.append(out.hidden_states[-1][0, before])
+            logits.append(out.logits[0, before] if "logits" in out else None)
+    return models.policy.Output(None if logits[0] is None else torch.cat(logits), torch.cat(hidden_states))
+
+
+def reading_error(policy):
+    """The largest difference of Policy.read from read_alone: of log-probabilities and hidden states, of gradients.
+
+    The first two without gradients, where adapters may be merged, and with them; a gradient's relative to its largest.
+    """
+    ids, where = make_rows()
+    mask = (torch.arange(16) < torch.tensor(LENGTHS)[:, None]).long()
+    errors = []
+    gradients = []
+    for has_gradient in (False, True):
+        outputs = []
+        with torch.set_grad_enabled(has_gradient):
+            for out in (policy.read(ids, mask, where), read_alone(policy, ids, where)):
+                tensors = [out.hidden_states] + ([] if out.logits is None else [out.logits.log_softmax(-1)])
+                outputs.append(tensors)
+                if has_gradient:
+                    generator = torch.Generator().manual_seed(2)
+                    loss = sum((x * torch.randn(x.shape, generator=generator)).sum() for x in tensors)
+                    own = torch.autograd.grad(loss, policy.parameters(), materialize_grads=True, allow_unused=True)
+                    gradients.append(own)
+        errors += [float((x - y).abs().max()) for x, y in zip(*outputs)]
+    relative = [float((x - y).abs().max() / y.abs().max().clamp(min=1)) for x, y in zip(*gradients)]
+    return max(errors), max(relative)
 
 
 @torch.no_grad()
-def replay(agent, rollout):
-    """log pi of the sampled tokens [B, S] as `generate` computes it: padded on the left, with a cache; 0 elsewhere."""
-    logprobs = torch.zeros(rollout.ids.shape)
-    starts = (rollout.turns > 0).int().argmax(1)
-    lengths = rollout.attention_mask.sum(1)
-    contexts = [ids[:start].tolist() for ids, start in zip(rollout.ids, starts)]
-    ids, mask = models.pad_left(contexts, agent)
-    rows = torch.arange(len(contexts))
+def sampling_error(policy):
+    """The largest difference of log-probabilities, over steps of which one drops a row, from each row read alone."""
+    ids, _ = make_rows()
+    agent = SimpleNamespace(actor=policy)
+    ids, mask = models.pad_left([row[:length].tolist() for row, length in zip(ids, LENGTHS)], agent)
     cache = None
-    for step in range(NEW_TOKENS):
-        out = agent.actor.next_token(ids, mask, cache)
-        columns = starts[rows] + step
-        tokens = rollout.ids[rows, columns]
-        logprobs[rows, columns] = out.logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        goes_on = columns + 1 < lengths[rows]
-        if not goes_on.any():
-            break
-        rows = rows[goes_on]
+    errors = []
+    for step in range(4):
+        out = policy.next_token(ids, mask, cache)
+        with policy.active():
+            for row, logits in enumerate(out.logits):
+                alone = policy.base(input_ids=ids[row : row + 1, mask[row] > 0], use_cache=False).logits[0, -1]
+                errors.append(float((logits.log_softmax(-1) - alone.log_softmax(-1)).abs().max()))
+        goes_on = torch.arange(len(ids)) != (1 if step == 1 else -1)
         cache = out.cache.select(goes_on)
-        ids = torch.cat([ids, tokens[:, None]], 1)[goes_on]
-        mask = pad(mask[goes_on], (0, 1), value=1)
-    return logprobs
+        ids = torch.cat([ids, out.logits.argmax(-1, keepdim=True)], 1)[goes_on]
+        mask = torch.nn.functional.pad(mask[goes_on], (0, 1), value=1)
+    return max(errors)
 
 
-@torch.no_grad()
-def logprobs_alone(agent, rollout):
-    """log pi of the sampled tokens [B, S], each sequence in a batch of its own, without padding, mask or cache."""
-    logprobs = torch.zeros(rollout.ids.shape)
-    with agent.actor.active():
-        for row, (ids, turns) in enumerate(zip(rollout.ids, rollout.turns)):
-            length = int(rollout.attention_mask[row].sum())
-            log_pi = agent.actor.base(ids[None, :length], use_cache=False).logits[0, :-1].log_softmax(-1)
-            logprobs[row, 1:length] = log_pi.gather(1, ids[1:length, None])[:, 0]
-    return logprobs * (rollout.turns > 0)
-
-
-def weight_change(agent):
-    """The largest change of a weight in the update."""
-    if agent.actor.adapter is None:
-        pairs = zip(agent.actor.model.parameters(), agent.reference.model.parameters())
-    else:
-        pairs = zip(agent.actor.parameters(), agent.reference.parameters())
+def weight_change(agent, initial):
+    """The largest change of a weight in the update; adapters begin with B = 0."""
+    if agent.actor.adapter is not None:
+        names = [name for name, _ in agent.actor.model.named_parameters() if f".{agent.actor.adapter}." in name]
+        pairs = zip(names, agent.actor.parameters())
+        return max(float(x.detach().abs().max()) for name, x in pairs if ".lora_B." in name)
+    pairs = zip(agent.actor.parameters(), initial.parameters())
     return max(float((new - old).detach().abs().max()) for new, old in pairs)
 
 
 @torch.no_grad()
-def saved_difference(agent, folder, run_folder):
+def saved_error(agent, folder, run_folder):
     """The largest difference of logits between an agent and what transformers, or peft, opens in the run's folder."""
     ids = torch.arange(12)[None] * 5
-    with agent.actor.active():
-        logits = agent.actor.base(ids).logits
     if agent.actor.adapter is None:
-        saved = AutoModelForCausalLM.from_pretrained(run_folder / "agent_0")
+        saved = AutoModelForCausalLM.from_pretrained(f"{run_folder}/agent_0")
     else:
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        saved = peft.PeftModel.from_pretrained(base, run_folder / "agent_0" / "actor")
-    return float((saved.eval()(ids).logits - logits).abs().max())
+        saved = peft.PeftModel.from_pretrained(base, f"{run_folder}/agent_0/actor")
+    with agent.actor.active():
+        return float((saved.eval()(ids).logits - agent.actor.base(ids).logits).abs().max())
+
+
+def check(name, folder, kind):
+    """What came of an agent of an architecture, by name; `kind` is whole or adapters, `folder` a new one."""
+    with torch.random.fork_rng():
+        initial = save_model(name, f"{folder}/model")
+    agent = train(f"{folder}/model", f"{folder}/{kind}", RANKS[kind])
+    result = {
+        "recomputes": getattr(agent.actor.base, "recomputes", False),
+        "change": weight_change(agent, initial),
+        "saved": saved_error(agent, f"{folder}/model", f"{folder}/{kind}"),
+    }
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():  # an update of that rate leaves adapters near 0
+        for parameter in [*agent.actor.parameters(), *agent.critic.parameters()]:
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    errors, gradients = zip(reading_error(agent.actor), reading_error(agent.critic))
+    result |= {"read": max(errors), "gradient": max(gradients), "sampled": sampling_error(agent.actor)}
+    result["merged"] = agent.actor.adapter is not None and bool(agent.actor.model.mergeable)
+    return result
 
 
 def slowdown(model):
@@ -333,29 +361,29 @@ def main():
         if name not in ARCHITECTURES:
             parser.error(f"{name} is none of {', '.join(ARCHITECTURES)}")
     transformers.logging.set_verbosity_error()
-    print(f"| architecture | {' | '.join(PRINTED)} | weights change | saved | padding |")
-    print(f"| --- |{' --- |' * len(PRINTED)} --- | --- | --- |")
+    print("| architecture | whole | adapters | gradients | weights change | saved | merged | padding |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name in flags.names:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            model = save_model(name, f"{folder}/model")
-            results = {}
-            for label in PRINTED:
-                results[label] = check_script(SCRIPTS[label], f"{folder}/model", f"{folder}/{label}")
-        print(row(name, model, results), flush=True)
+        results = {}
+        for kind in RANKS:
+            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+                results[kind] = check(name, folder, kind)
+        print(row(name, results), flush=True)
 
 
-def row(name, model, results):
+def row(name, results):
     """A row of the table."""
-    first = results["ippo"]
+    each = list(results.values())
     cells = [name]
-    for result in results.values():
-        cells.append(f"{max(result['sampled'], result['recomputed']):.0e}")
-    cells.append(f"{min(result['change'] for result in results.values()):.0e}")
-    cells.append(f"{max(result['saved'] for result in results.values()):.0e}")
-    if not first["recomputes"]:
+    cells += [f"{max(result['read'], result['sampled']):.0e}" for result in each]
+    cells.append(f"{max(result['gradient'] for result in each):.0e}")
+    cells.append(f"{min(result['change'] for result in each):.0e}")
+    cells.append(f"{max(result['saved'] for result in each):.0e}")
+    cells.append("yes" if results["adapters"]["merged"] else "no")
+    if not results["whole"]["recomputes"]:
         cells.append("yes")
     else:
-        times = slowdown(model)
+        times = slowdown(make_model(name))
         cells.append("no, and no cache" if times is None else f"no: {times:.1f} times as long")
     return f"| {' | '.join(cells)} |"
 

@@ -1,223 +1,263 @@
-"""What a run takes from the run that it starts from, and what it leaves to the next."""
+"""--load-checkpoint: what a run of adapters takes from the run that it starts from, and what it leaves to the next."""
 
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
-import transformers
-from helpers import TINY_IDS, change_adapters, make_team, make_team_args, randomise_value_head, tiny_base, tiny_logits
-from short_runs import ADAPTERS, assert_same_run, small_model, train
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from helpers import tiny_base
+from teams import IDS, logits_of, make_args, make_team, roles_of, same_policy, shake
+from transformers import LlamaConfig, LlamaModel
 
-import ppo_llm
+import ippo_llm
+import maac_llm
+import magrpo_llm
 from utils.cli import UserError
-from utils.models import adapters
-from utils.models.weights import fingerprint, read_tensors
+from utils.models import weights
 
 
 @pytest.fixture
-def stage(base, tokenizer, tmp_path):
-    """(folder, agents) of a team that is saved after three updates."""
-    agents = make_team(base, tokenizer)
-    change_adapters(agents[0].model)
-    for i, agent in enumerate(agents):
-        randomise_value_head(agent, i)
-        adapters.forward(agent.model, agent.actor, input_ids=TINY_IDS).logits.square().mean().backward()
-        hidden_states = adapters.hidden_states(agent.model, agent.critic, input_ids=TINY_IDS)
-        agent.value_head(hidden_states).square().mean().backward()
-        for _ in range(3):
-            agent.optimizers[0].step()
-            agent.schedules[0].step()
-    adapters.save_agents(tmp_path / "stage", agents)
-    return str(tmp_path / "stage"), agents
+def old(base, tokenizer):
+    """A team that has learned, with moments."""
+    agents = shake(make_team(base, tokenizer))
+    for agent in agents:
+        loss = sum(logits_of_with_gradient(policy).square().mean() for policy in (agent.actor, agent.critic))
+        (loss + agent.value_head(torch.ones(1, 32)).sum()).backward()
+        for optimizer in agent.optimizers:
+            optimizer.step()
+    return agents
 
 
-def same_policy(after, name, before, source):
-    return torch.equal(tiny_logits(after.model, name), tiny_logits(before.model, source))
+def logits_of_with_gradient(policy):
+    with policy.active():
+        return policy.model.get_base_model()(IDS).logits
 
 
-# --- --keep-reference, --fresh-critic ---------------------------------------------------------------------------------
+@pytest.fixture
+def folder(old, tmp_path):
+    weights.save_agents(tmp_path / "old", old, with_optimizer=True)
+    return str(tmp_path / "old")
 
 
-def test_references_stay_with_the_flag(base, stage, tokenizer):
-    folder, old = stage
-    agents = make_team(base, tokenizer, load_checkpoint=folder, keep_reference=True)
+# --- What is loaded ---------------------------------------------------------------------------------------------------
+
+
+def test_the_actor_there_is_actor_and_reference(base, tokenizer, old, folder):
+    for before, after in zip(old, make_team(base, tokenizer, load_checkpoint=folder)):
+        assert same_policy(after.actor, before.actor) and same_policy(after.reference, before.actor)
+        assert same_policy(after.critic, before.critic)
+        assert torch.equal(after.value_head[0].weight, before.value_head[0].weight)
+        assert not any(optimizer.state for optimizer in after.optimizers)
+
+
+@pytest.mark.parametrize("script", [ippo_llm, magrpo_llm, maac_llm])
+def test_a_script_whose_reference_is_the_base_has_the_actor_there_too(base, tokenizer, old, folder, script):
+    agents = make_team(base, tokenizer, script, load_checkpoint=folder)
     for before, after in zip(old, agents):
-        assert same_policy(after, after.reference, before, before.reference)
-        assert same_policy(after, after.actor, before, before.actor)
-        assert not same_policy(after, after.reference, before, before.actor)
+        assert same_policy(after.actor, before.actor) and same_policy(after.reference, before.actor)
+        assert not any(parameter.requires_grad for parameter in after.reference.parameters())
+    with torch.no_grad():
+        agents[0].actor.parameters()[1].add_(1.0)
+    assert same_policy(agents[0].reference, old[0].actor)
 
 
-def test_a_checkpoint_without_references_can_not_keep_them(base, stage):
-    shutil.rmtree(f"{stage[0]}/agent_1/reference")
-    with pytest.raises(UserError, match="^--keep-reference takes a checkpoint with references, and .*agent_1 has"):
-        make_team_args(base, load_checkpoint=stage[0], keep_reference=True)
+def test_references_stay_with_the_flag(base, tokenizer, old, folder):
+    for before, after in zip(old, make_team(base, tokenizer, load_checkpoint=folder, keep_reference=True)):
+        assert same_policy(after.reference, before.reference) and not same_policy(after.reference, before.actor)
+        assert same_policy(after.actor, before.actor)
 
 
-def test_a_reference_that_is_kept_has_to_be_whole(base, stage):
-    (Path(stage[0]) / "agent_1/reference/adapter_model.safetensors").unlink()
-    make_team_args(base, load_checkpoint=stage[0])
-    with pytest.raises(UserError, match="agent_1 is incomplete: there is no .*reference/adapter_model.safetensors"):
-        make_team_args(base, load_checkpoint=stage[0], keep_reference=True)
+def test_a_reference_that_was_the_base_stays_so_with_the_flag(base, tokenizer, tmp_path):
+    old = shake(make_team(base, tokenizer, ippo_llm))
+    weights.save_agents(tmp_path / "old", old)
+    assert not (tmp_path / "old/agent_0/reference").exists()
+    agents = make_team(base, tokenizer, ippo_llm, load_checkpoint=str(tmp_path / "old"), keep_reference=True)
+    assert torch.equal(logits_of(agents[0].reference), base(IDS).logits)
+    assert same_policy(agents[0].actor, old[0].actor)
 
 
-def test_critics_and_heads_are_new_with_the_flag(base, stage, tokenizer):
-    folder, old = stage
-    agents = make_team(base, tokenizer, load_checkpoint=folder, fresh_critic=True)
+def test_critics_and_heads_are_new_with_the_flag(base, tokenizer, old, folder):
+    (Path(folder) / "agent_1/critic/adapter_model.safetensors").write_bytes(b"")  # and are not read
+    (Path(folder) / "agent_1/value_head.safetensors").write_bytes(b"")
+    flags = {"fresh_critic": True, "load_optimizer": True}
+    for before, after in zip(old, make_team(base, tokenizer, load_checkpoint=folder, **flags)):
+        assert torch.equal(logits_of(after.critic), base(IDS).logits)
+        assert not after.value_head[0].weight.any() and same_policy(after.actor, before.actor)
+        assert after.optimizers[0].state and not after.optimizers[1].state
+
+
+def test_a_critic_that_is_lacking_begins_as_its_actor(base, tokenizer, old, folder):
+    shutil.rmtree(f"{folder}/agent_1/critic")
+    (Path(folder) / "agent_1/value_head.safetensors").unlink()
+    agents = make_team(base, tokenizer, load_checkpoint=folder)
+    assert same_policy(agents[1].critic, old[1].actor) and same_policy(agents[0].critic, old[0].critic)
+    assert not agents[1].value_head[0].weight.any()
+
+
+def test_the_head_of_a_critic_is_not_put_on_an_actor(base, tokenizer, folder):
+    agents = make_team(base, tokenizer, load_checkpoint=folder, use_separate_critic=False)
+    assert not agents[0].value_head[0].weight.any()
+
+
+def test_a_critic_model_of_its_own_is_loaded_too(base, tokenizer, tmp_path):
+    config = LlamaConfig(
+        vocab_size=768, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaModel(config).save_pretrained(tmp_path / "critic")
+    flags = {"critic_model_name_or_path": (str(tmp_path / "critic"),)}
+    old = shake(make_team(base, tokenizer, **flags))
+    weights.save_agents(tmp_path / "old", old)
+    again = make_team(base, tokenizer, load_checkpoint=str(tmp_path / "old"), **flags)
+    assert all(map(torch.equal, again[1].critic.parameters(), old[1].critic.parameters()))
+    with pytest.raises(
+        UserError, match="/agent_0/critic is a model of its own, and here a critic is adapters: add --f"
+    ):
+        make_team(base, tokenizer, load_checkpoint=str(tmp_path / "old"))
+
+
+def test_optimizers_go_on_with_the_flag_at_the_rates_of_the_flags(base, tokenizer, old, folder):
+    flags = {"load_optimizer": True, "actor_learning_rate": 0.5}
+    for before, after in zip(old, make_team(base, tokenizer, load_checkpoint=folder, **flags)):
+        assert after.optimizers[0].param_groups[0]["lr"] == 0.5
+        for one, other in zip(before.optimizers, after.optimizers):
+            there, here = one.state_dict()["state"], other.state_dict()["state"]
+            assert there and there.keys() == here.keys()
+            assert all(torch.equal(there[k][name], here[k][name]) for k in there for name in there[k])
+
+
+def test_without_a_saved_state_optimizers_are_new(base, tokenizer, folder):
+    (Path(folder) / "agent_1/optimizer_0.safetensors").unlink()
+    with pytest.warns(UserWarning, match="agent_1 has no state of optimizer 0: it is new"):
+        agents = make_team(base, tokenizer, load_checkpoint=folder, load_optimizer=True)
+    assert agents[0].optimizers[0].state and agents[1].optimizers[1].state and not agents[1].optimizers[0].state
+
+
+# --- A plain peft folder ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plain(base, tmp_path):
+    """A folder that peft alone wrote, and its logits."""
+    config = peft.LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(tiny_base(), config)
+    model.save_pretrained(tmp_path / "plain")
+    return str(tmp_path / "plain"), model(IDS).logits
+
+
+def test_every_agent_starts_with_pefts_own_policy(base, tokenizer, plain):
+    agents = make_team(base, tokenizer, ippo_llm, load_checkpoint=plain[0])
+    for agent in agents:
+        for policy in roles_of(agent).values():
+            torch.testing.assert_close(logits_of(policy), plain[1], atol=1e-5, rtol=0)
+    assert agents[0].actor.parameters()[0].data_ptr() != agents[1].actor.parameters()[0].data_ptr()
+
+
+def test_another_name_of_the_base_is_told(base, tokenizer, plain):
+    path = Path(plain[0]) / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "other/base"}))
+    with pytest.warns(UserWarning, match="is of the base other/base by its name, not of "):
+        make_team(base, tokenizer, load_checkpoint=plain[0])
+
+
+# --- Configurations that differ ---------------------------------------------------------------------------------------
+
+OTHERS = {  # flags beside which rank 4 and alpha 8 on all layers is merged
+    "a larger rank": {"lora_rank": 6},
+    "a smaller rank": {"lora_rank": 2},
+    "another scale": {"lora_alpha": 3.0},
+    "fewer layers": {"lora_target_modules": ("q_proj",)},
+    "rslora": {"lora_config": '{"r": 5, "use_rslora": true}'},
+    "dora": {"lora_config": '{"r": 6, "use_dora": true}'},
+    "modules": {"lora_config": '{"r": 4, "modules_to_save": ["lm_head"]}'},
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_policy_is_merged_into_another_configuration(base, tokenizer, old, folder, case):
+    flags = OTHERS[case] | {"load_checkpoint": folder}
+    with pytest.raises(UserError, match="takes its LoRA configuration, or --merge-lora-configs: .* there, .* here"):
+        make_team(base, tokenizer, **flags)
+    with pytest.warns(UserWarning, match="LoRA configuration of .* differs: .* there, .* here; now r "):
+        agents = make_team(base, tokenizer, merge_lora_configs=True, **flags)
     for before, after in zip(old, agents):
-        assert torch.equal(tiny_logits(after.model, after.critic), tiny_logits(base))
-        assert not after.value_head.weight.any() and not after.value_head.bias.any()
-        assert same_policy(after, after.actor, before, before.actor)
+        assert same_policy(after.actor, before.actor, 1e-5) and same_policy(after.reference, before.actor, 1e-5)
+        assert same_policy(after.critic, before.critic, 1e-5)
 
 
-def test_fresh_critics_have_no_moments(base, stage, tokenizer):
-    folder, old = stage
-    agents = make_team(base, tokenizer, load_checkpoint=folder, fresh_critic=True, load_optimizer=True)
-    for before, after in zip(old, agents):
-        state = after.optimizers[0].state_dict()["state"]
-        expected = before.optimizers[0].state_dict()["state"]
-        assert len(expected) == 58 and [*state] == [*range(28)]  # of the actor
-        assert all(torch.equal(state[k]["exp_avg"], expected[k]["exp_avg"]) for k in state)
+def test_a_larger_rank_changes_no_logit(base, tokenizer, old, folder):
+    flags = {"lora_rank": 8, "lora_alpha": 16.0, "merge_lora_configs": True}
+    with pytest.warns(UserWarning):
+        agents = make_team(base, tokenizer, load_checkpoint=folder, **flags)
+    assert same_policy(agents[0].actor, old[0].actor, 1e-6)
+    assert agents[0].actor.model.peft_config["agent_0_actor"].r == 8
 
 
-def test_a_damaged_critic_is_not_read_where_it_is_to_be_new(base, stage, tokenizer):
-    (Path(stage[0]) / "agent_1/critic/adapter_model.safetensors").write_bytes(b"")
-    (Path(stage[0]) / "agent_1/value_head.safetensors").write_bytes(b"")
-    assert len(make_team(base, tokenizer, load_checkpoint=stage[0], fresh_critic=True)) == 2
+def test_dora_is_not_merged_into_adapters_without(base, tokenizer, tmp_path):
+    flags = {"lora_config": '{"r": 4, "lora_alpha": 8.0, "use_dora": true}'}
+    weights.save_agents(tmp_path / "old", make_team(base, tokenizer, **flags))
+    with pytest.raises(UserError, match="has use_dora, and takes use_dora here too"):
+        make_team(base, tokenizer, load_checkpoint=str(tmp_path / "old"), merge_lora_configs=True)
 
 
-# --- --load-optimizer: the schedule goes on ---------------------------------------------------------------------------
+# --- What is refused --------------------------------------------------------------------------------------------------
 
 
-def rates(agent, updates):
-    """The actor's learning rate of each of so many updates."""
-    found = []
-    for _ in range(updates):
-        found.append(agent.optimizers[0].param_groups[0]["lr"])
-        agent.optimizers[0].step()
-        agent.schedules[0].step()
-    return found
+def remove(name):
+    return lambda path: (path / name).unlink()
 
 
-def expected_rates(total, warmup, constant):
-    """Of a run of so many updates, by transformers alone."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.01)
-    if constant:
-        schedule = transformers.get_constant_schedule_with_warmup(optimizer, warmup)
-    else:
-        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, warmup, total)
-    return rates(SimpleNamespace(optimizers=[optimizer], schedules=[schedule]), total)
+def cut(name):
+    return lambda path: (path / name).write_bytes((path / name).read_bytes()[:-9])
 
 
-@pytest.mark.parametrize("cosine", [True, False])
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_update_k_has_the_rate_of_step_n_plus_k_of_n_plus_u(base, stage, tokenizer, cosine, share):
-    """Here n = 3 before and u = 10 now (make_team's)."""
-    flags = {"lr_actor": 0.01, "cosine_lr_schedule": cosine, "warmup_proportion": share}
-    agents = make_team(base, tokenizer, load_checkpoint=stage[0], load_optimizer=True, **flags)
-    wanted = expected_rates(13, round(share * 13), not cosine)[3:]
-    assert rates(agents[1], 10) == pytest.approx(wanted, rel=1e-12)
+def rename(path):
+    (path / "actor/adapter_model.safetensors").rename(path / "actor/adapter_model.bin")
 
 
-def test_without_the_flag_the_schedule_is_new(base, stage, tokenizer):
-    agents = make_team(base, tokenizer, load_checkpoint=stage[0], lr_actor=0.01)
-    assert rates(agents[0], 10) == pytest.approx(expected_rates(10, 0, False), rel=1e-12)
+REFUSED = {
+    "no base": (remove("base.json"), "agent_1 is incomplete: there is no .*base.json"),
+    "no actor": (
+        lambda path: shutil.rmtree(path / "actor"),
+        "agent_1 is incomplete: there is no .*adapter_config.json",
+    ),
+    "no weights": (remove("critic/adapter_model.safetensors"), "agent_1 is incomplete: there is no .*safetensors$"),
+    "a pickle": (rename, "adapter_model.bin is a pickle, which is not read"),
+    "cut weights": (cut("actor/adapter_model.safetensors"), "adapter_model.safetensors is no whole safetensors file"),
+    "a cut head": (cut("value_head.safetensors"), "value_head.safetensors is no whole safetensors file"),
+    "cut moments": (cut("optimizer_1.safetensors"), "optimizer_1.safetensors is no whole safetensors file"),
+    "fewer agents": (shutil.rmtree, "--load-checkpoint .*old has 1 agent, and the team has 2$"),
+}
 
 
-def test_without_a_saved_state_optimizers_and_schedule_are_new(base, stage, tokenizer):
-    (Path(stage[0]) / "agent_1/optimizer.safetensors").unlink()
-    with pytest.warns(UserWarning, match="agent_1 has no optimizer's state: the optimizers are new"):
-        agents = make_team(base, tokenizer, load_checkpoint=stage[0], load_optimizer=True, lr_actor=0.01)
-    assert not agents[0].optimizers[0].state and not agents[1].optimizers[0].state
-    assert rates(agents[0], 10) == pytest.approx(expected_rates(10, 0, False), rel=1e-12)
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_folder_that_is_damaged_is_one_line(base, tokenizer, folder, case):
+    damage, message = REFUSED[case]
+    damage(Path(folder) / "agent_1")
+    with pytest.raises(UserError, match=message) as error:
+        make_team(base, tokenizer, load_checkpoint=folder, load_optimizer=True)
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("updates", [-1, "3", 10**12])
-def test_a_number_of_updates_that_is_none_is_refused(base, stage, tokenizer, updates):
-    path = Path(stage[0]) / "agent_0/optimizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"updates": updates}))
-    with pytest.raises(UserError, match=f"optimizer.json: updates takes a number of updates, got {updates}$"):
-        make_team(base, tokenizer, load_checkpoint=stage[0], load_optimizer=True)
+def test_a_checkpoint_of_another_base_is_refused(tokenizer, folder):
+    with pytest.raises(UserError, match="agent_0 is of the base some/base, not of .*: the weights differ$"):
+        make_team(tiny_base(seed=3), tokenizer, load_checkpoint=folder)
+    with pytest.raises(UserError, match="num_hidden_layers 2 there, 1 here$"):
+        make_team(tiny_base(num_hidden_layers=1), tokenizer, load_checkpoint=folder)
 
 
-def test_a_run_that_went_on_is_resumed_to_the_bit_without_what_it_began_with(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train("ppo", folder="first")
-    flags = {"load_checkpoint": "first", "load_optimizer": True, "save_interval": 1, "keep_checkpoints": 9}
-    agents, _ = train("ppo", folder="whole", **flags)
-    assert agents[0].schedules[0].last_epoch == 6
-    train("ppo", folder="run", **flags)
-    for step in (2, 3):
-        shutil.rmtree(f"run/checkpoints/update_{step:06d}")
-    shutil.rmtree("first")
-    train("ppo", resume="run", **flags)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-    saved = json.loads((tmp_path / "run/agent_0/optimizer.json").read_text())
-    assert saved["updates"] == 6
+def test_a_folder_that_is_none_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="--load-checkpoint takes a folder with agent_0 .*: there is no such folder$"):
+        make_args(load_checkpoint=str(tmp_path / "no")).check_models()
 
 
-# --- --save-optimizer, --save-base ------------------------------------------------------------------------------------
+def test_a_plain_folder_has_no_references_to_keep(plain):
+    with pytest.raises(UserError, match="^--keep-reference takes a run's folder, and .* is a peft folder"):
+        make_args(load_checkpoint=plain[0], keep_reference=True).check_models()
 
 
-def optimizer_files(folder):
-    return sorted(path.name for path in folder.glob("agent_0/optimizer*"))
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_optimizers_are_beside_the_agents_unless_the_flag_is_off(tmp_path, keep):
-    _, run = train("ppo", folder=tmp_path / "run", save_optimizer=keep)
-    files = ["optimizer.json", "optimizer.safetensors"]
-    assert optimizer_files(run.folder) == (files if keep else [])
-    assert optimizer_files(run.folder / "checkpoints/update_000003") == files
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("modules", [None, ["lm_head"], ["embed_tokens"]], ids=str)
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_base_is_saved_as_it_is_without_adapters(tokenizer, tmp_path, dtype, modules, tied):
-    base = tiny_base(tie_word_embeddings=tied).to(getattr(torch, dtype))
-    (tmp_path / "lora.json").write_text(json.dumps({"modules_to_save": modules}))
-    flags = {"lora_config": str(tmp_path / "lora.json"), "lora_rank": 16, "lora_alpha": 32.0, "dtype": dtype}
-    agents = make_team(base, tokenizer, **flags)
-    change_adapters(agents[0].model)
-    adapters.save_agents(tmp_path / "run", agents, with_base=True)
-    base.save_pretrained(tmp_path / "expected")
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "run/base").eval()
-    expected = read_tensors(tmp_path / "expected/model.safetensors")
-    tensors = read_tensors(tmp_path / "run/base/model.safetensors")
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    assert opened.dtype == base.dtype and fingerprint(opened) == fingerprint(base)
-    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "expected").eval()
-    assert torch.equal(tiny_logits(opened), tiny_logits(alone))
-    assert AutoTokenizer.from_pretrained(tmp_path / "run/base").get_vocab() == tokenizer.get_vocab()
-
-
-def test_a_run_leaves_its_base_once_where_the_flag_says_so(tmp_path):
-    train("ppo", folder=tmp_path / "run")
-    assert not (tmp_path / "run/base").exists()
-    train("ppo", folder=tmp_path / "run", overwrite=True, save_base=True, save_interval=1)
-    assert [path.parent for path in (tmp_path / "run").rglob("base")] == [tmp_path / "run"]
-    train("ppo", folder=tmp_path / "run", overwrite=True)
-    assert not (tmp_path / "run/base").exists()
-
-
-def test_the_base_comes_without_optimizers_too(tmp_path):
-    _, run = train("ppo", folder=tmp_path / "run", save_base=True, save_optimizer=False)
-    assert (run.folder / "base/model.safetensors").is_file() and not optimizer_files(run.folder)
-
-
-@pytest.mark.parametrize("load_optimizer", [True, False])
-def test_a_run_starts_from_its_own_folder_alone(tmp_path, load_optimizer):
-    agents, _ = train("ppo", folder=tmp_path / "run", save_base=True)
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "run/base").eval()
-    assert fingerprint(opened) == fingerprint(agents[0].model) == fingerprint(small_model()[0])
-    flags = ADAPTERS | {"task": "number", "model": str(tmp_path / "run/base"), "load_checkpoint": str(tmp_path / "run")}
-    flags |= {"load_optimizer": load_optimizer, "lr_actor": 0.0, "output_dir": str(tmp_path / "next")}
-    again, _ = ppo_llm.main(ppo_llm.Args(**flags))
-    assert again[0].schedules[0].last_epoch == (6 if load_optimizer else 3)
-    for before, after in zip(agents, again):
-        assert same_policy(after, after.actor, before, before.actor)
+def test_optimizers_of_other_adapters_are_refused(base, tokenizer, folder):
+    flags = {"lora_rank": 6, "merge_lora_configs": True, "load_optimizer": True}
+    with pytest.raises(UserError, match="^--load-optimizer takes the LoRA configuration of .*, not a merged one: r 4"):
+        make_team(base, tokenizer, load_checkpoint=folder, **flags)

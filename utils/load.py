@@ -46,6 +46,8 @@ def begin(folder, script, model=None, tokenizer=None, num_updates=1, **flags):
     args = script.Args(**(saved | flags))
     distributed.start(args)
     initials = models.load(args, model, tokenizer)
+    for i, initial in enumerate(initials):
+        initial.has_own_reference = (checkpoint / f"agent_{i}" / "reference").is_dir()
     agents = [script.Agent(i, initial, num_updates, args) for i, initial in enumerate(initials)]
     if hasattr(script, "Critic"):
         agents.append(script.Critic(initials[0], num_updates, args))

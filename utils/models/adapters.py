@@ -14,7 +14,6 @@ import torch
 from peft.tuners import lora
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.cli import UserError, one_line
 from utils.distributed import is_main
@@ -39,8 +38,11 @@ MAGNITUDE = ".lora_magnitude_vector"  # how a tensor's name ends that DoRA has b
 FIRST = "first"  # an adapter that a new PeftModel has until another one is added
 
 
-def wrap(base, config, args):
-    """A PeftModel of `base`, frozen, to which adapters of this configuration may be added. Raises UserError."""
+def wrap(base, config, args=None):
+    """A PeftModel of `base`, frozen, to which adapters of this configuration may be added. Raises UserError.
+
+    `args`: a script's flags, where it is to be called.
+    """
     base.requires_grad_(False)
     mode = base.training
     try:
@@ -56,24 +58,18 @@ def wrap(base, config, args):
     model.merged_version = None  # of the adapter's weights, as they were
     model.kept = []  # the base's own: (layer, name, parameter)
     model.was_training = False
-    if args.gradient_checkpointing:
+    if args is not None and args.gradient_checkpointing:
         checkpoint_gradients(model)
     return model.train(mode)
 
 
-def add(model, name, like=None):
-    """Add an adapter that changes nothing yet (B = 0; A is drawn from torch's global generator).
-
-    With `like`, the name of another one, it begins as that, and does not learn.
-    """
+def add(model, name, learns=True):
+    """Add an adapter that changes nothing yet (B = 0; A is drawn from torch's global generator, if it learns)."""
     unmerge(model)
     mode = model.training
-    if like is None:
+    with contextlib.nullcontext() if learns else torch.random.fork_rng(devices=[]):
         model.add_adapter(name, copy.deepcopy(model.lora_config))
-    else:
-        with torch.random.fork_rng(devices=[]):
-            model.add_adapter(name, copy.deepcopy(model.lora_config))
-        copy_adapter(model, like, name)
+    if not learns:
         model.frozen.add(name)
     if FIRST in model.peft_config:
         model.set_adapter(name)
@@ -151,7 +147,7 @@ def set_training(model, mode):
         return
     model.was_training = mode
     for name, module in model.named_modules():
-        if "lora_dropout" in name or isinstance(module, GradientCheckpointingLayer):
+        if "lora_dropout" in name or causal_lm.is_checkpointed(module):
             module.training = mode
 
 
@@ -238,8 +234,7 @@ def checkpoint_gradients(model):
         name = model.active_adapter
         return contextlib.nullcontext(), active(model, name)
 
-    options = {"use_reentrant": False, "context_fn": contexts}
-    model.get_base_model().gradient_checkpointing_enable(options)
+    causal_lm.checkpoint_gradients(model.get_base_model(), context_fn=contexts)
 
 
 def shard_base(model):

@@ -16,6 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.cli import UserError, one_line
 from utils.distributed import say
@@ -147,6 +148,34 @@ def hidden_states(out):
 
 def last(x, keep):
     return None if x is None else x[:, -keep:]
+
+
+# --- Gradient checkpointing -------------------------------------------------------------------------------------------
+
+
+def checkpoint_gradients(model, **options):
+    """Keep less of forward passes, and compute it again in the backward pass, where layers are in training mode.
+
+    That is what transformers asks. Within its call a layer is in eval mode, for some have dropout of their own.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False, **options})
+    for module in model.modules():
+        if is_checkpointed(module):
+            module.register_forward_pre_hook(begin_eval)
+            module.register_forward_hook(end_eval, always_call=True)  # also where computing again stops early
+
+
+def is_checkpointed(module):
+    return isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+
+
+def begin_eval(module, inputs):
+    module.was_training = module.training
+    module.training = False
+
+
+def end_eval(module, inputs, output):
+    module.training = module.was_training
 
 
 # --- Attention --------------------------------------------------------------------------------------------------------

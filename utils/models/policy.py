@@ -2,7 +2,8 @@
 
 `load` gives an Initial for each agent: its model, frozen, and its tokenizer. What learns is made from it:
 
-    initial.policy                  the frozen model itself, shared by the agents that start from it
+    initial.policy                  the frozen model itself, shared by the agents that start from it;
+                                    with --load-checkpoint frozen adapters, of the agent's actor there
     initial.trainable_copy(name)    a copy of all weights, or with --lora-rank new adapters on the shared model
     initial.trainable_critic(name)  the same without an output layer, or --critic-model-name-or-path
     initial.frozen_copy(name)       a copy that does not learn, of the adapters of the agent's actor as they are
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from transformers import AutoModel, get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 from utils import distributed
 from utils.cli import flag_name
@@ -148,23 +149,27 @@ class Initial:
         self.args = args
         self.tokenizer = source.tokenizer
         self.config = source.config
+        self.has_own_reference = bool(args.load_checkpoint)  # adapters, which are the checkpoint's actor
         room = engine.max_length(source.config, args)
         self.longest_prompt = room - args.max_new_tokens if room else UNLIMITED
 
     @property
     def end_ids(self):
         """The tokens that end an answer."""
-        return torch.tensor(end_tokens(self.policy.base, self.tokenizer), device=self.policy.device)
+        policy = self.source.policy
+        return torch.tensor(end_tokens(policy.base, self.tokenizer), device=policy.device)
 
     @property
     def policy(self):
+        if self.has_own_reference and self.source.policy.adapter is not None:
+            return self.frozen_copy(f"agent_{self.i}_reference")
         return self.source.policy
 
     def trainable_copy(self, name):
         return self.source.copy(name)
 
     def frozen_copy(self, name):
-        return self.source.copy(name, like=f"agent_{self.i}_actor")
+        return self.source.copy(name, learns=False, like=f"agent_{self.i}_actor")
 
     def trainable_critic(self, name):
         if self.args.critic_model_name_or_path:
@@ -178,11 +183,9 @@ class Initial:
         names = args.critic_model_name_or_path
         name = names[self.i] if len(names) > 1 else names[0]
         options = (args.dtype, args.attn_implementation, args.trust_remote_code, args.critic_model_config)
-        model = loading.load_model(name, flag, *options, loading.AutoModel).to(distributed.device())
+        model = loading.load_model(name, flag, *options, AutoModel).to(distributed.device())
         causal_lm.prepare(model, name, args.mixed_precision)
-        model.requires_grad_(True)
-        if args.shard:
-            sharding.shard_model(model)
+        make_trainable(model, args)
         tokenizer = loading.load_critic_tokenizer(self.tokenizer, name, args)
         return Policy(model, tokenizer, name)
 
@@ -206,9 +209,7 @@ class Source:
             if lora.is_wanted(self.args):
                 model = adapters.wrap(model, stages.build_config(model, self.args), self.args)
                 adapter = ""
-            if self.args.torch_compiler:
-                base = model if adapter is None else model.get_base_model()
-                base.base_model.compile(mode=self.args.torch_compiler, dynamic=True)
+            compile_model(model if adapter is None else model.get_base_model(), self.args)
             self.loaded = self.policy_of(model, adapter)
             self.loaded.to_be_sharded = self.args.shard
         return self.loaded
@@ -218,23 +219,39 @@ class Source:
         policy.positions = self.args.calc_position_embeddings
         return policy
 
-    def copy(self, name, like=None, is_body=False):
-        """A policy that learns; with `like`, the name of an adapter, one that does not, and begins as that."""
+    def copy(self, name, learns=True, like=None, is_body=False):
+        """A policy that learns, or a frozen one; adapters begin as those of the name `like`, if these are there."""
         initial = self.policy
         if initial.adapter is not None:
-            adapters.add(initial.model, name, like)
+            if name not in initial.model.peft_config:
+                adapters.add(initial.model, name, learns)
+            if like in initial.model.peft_config:
+                adapters.copy_adapter(initial.model, like, name)
             policy = self.policy_of(initial.model, name, is_body)
             policy.to_be_sharded = self.args.shard
             return policy
         model = copy.deepcopy(initial.model.base_model if is_body else initial.model)
-        model.requires_grad_(like is None)
-        if self.args.gradient_checkpointing and like is None:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        if self.args.shard:
-            sharding.shard_model(model)
+        make_trainable(model, self.args)
+        model.requires_grad_(learns)
         policy = self.policy_of(model)
-        policy.is_copy = like is not None
+        policy.is_copy = not learns
         return policy
+
+
+def make_trainable(model, args):
+    """Let a whole model learn as the flags say."""
+    model.requires_grad_(True)
+    if args.gradient_checkpointing:
+        causal_lm.checkpoint_gradients(model)
+    compile_model(model, args)
+    if args.shard:
+        sharding.shard_model(model)
+
+
+def compile_model(model, args):
+    """Have torch compile all but the output layer, with --torch-compiler. A copy of the model is not compiled."""
+    if args.torch_compiler:
+        model.base_model.compile(mode=args.torch_compiler, dynamic=True)
 
 
 def load(args, model=None, tokenizer=None):

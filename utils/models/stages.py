@@ -20,6 +20,7 @@ from utils.models.lora import (
     resolve_modules,
 )
 from utils.models.tensors import BASE, HEAD, fingerprint, load_head, load_optimizer
+from utils.models.weights import load_weights
 
 PICKLE = "adapter_model.bin"
 
@@ -52,8 +53,8 @@ def check_checkpoint(args):
     folder = Path(args.load_checkpoint)
     paths = find_agents(folder, args.num_agents)
     for path in paths:
-        if args.keep_reference and not (path / "reference").is_dir():
-            raise UserError(f"--keep-reference takes a checkpoint with references, and {path} has no reference")
+        if args.keep_reference and is_plain(path):
+            raise UserError(f"--keep-reference takes a run's folder, and {path} is a peft folder, without references")
         if not is_plain(path) and not (path / BASE).is_file():
             raise UserError(f"{path} is incomplete: there is no {path / BASE}")
         for role in saved_roles(path, args):
@@ -100,11 +101,16 @@ def adapter_folder(path, role):
 def saved_roles(path, args):
     """The adapters that are loaded from an agent's folder."""
     roles = ["actor"]
-    if (path / "critic").is_dir() and not args.fresh_critic:
+    if (path / "critic").is_dir() and not is_model(path / "critic") and not args.fresh_critic:
         roles.append("critic")
-    if args.keep_reference:
+    if args.keep_reference and (path / "reference").is_dir():
         roles.append("reference")
     return roles
+
+
+def is_model(path):
+    """Whether a folder is a model of its own, without adapters."""
+    return (path / "config.json").is_file()
 
 
 def warn_of_other_base(path, base_name):
@@ -164,36 +170,50 @@ def build_config(model, args):
 def load_stage(agents, args):
     """Start from --load-checkpoint: agent i's actor becomes actor and reference; its critic and head are loaded.
 
-    A critic that the checkpoint lacks is a copy of its actor, a head that it lacks is new, and so is a team's critic.
-    A reference without adapters of its own stays the initial model. The policies are the checkpoint's, also in
-    adapters that are wider than its own (`build_config`). A run that goes on takes nothing from there. Raises
-    UserError.
+    A critic that the checkpoint lacks begins as its actor, a head that it lacks is new, and so is a team's critic. With
+    --keep-reference a reference that the checkpoint lacks is the base, as it was there. The policies are the
+    checkpoint's, also in adapters that are wider than its own (`build_config`). A run that goes on takes nothing from
+    there. Raises UserError.
     """
     if own_checkpoint(args):
         return
     fingerprints = {}
-    paths = check_checkpoint(args)
-    for path, agent in zip(paths, agents):
-        model = agent.actor.model
+    for path, agent in zip(check_checkpoint(args), agents):
+        actor = agent.actor
         if is_plain(path):
-            warn_of_other_base(path, agent.actor.name)
+            warn_of_other_base(path, actor.name)
         else:
-            if id(model) not in fingerprints:
-                unmerge(model)
-                fingerprints[id(model)] = fingerprint(model)
-            check_base(path, model, agent.actor.name, fingerprints[id(model)])
-        load_adapter(adapter_folder(path, "actor"), model, agent.actor.adapter, args.merge_lora_configs)
-        for role in ("critic", "reference"):
-            policy = getattr(agent, role, None)
-            if policy is None or not policy.adapter or role == "critic" and args.fresh_critic:
-                continue
-            copy_adapter(model, agent.actor.adapter, policy.adapter)
-            if role in saved_roles(path, args):
-                load_adapter(path / role, model, policy.adapter, args.merge_lora_configs)
-        if hasattr(agent, "value_head") and not is_plain(path) and not args.fresh_critic and (path / HEAD).is_file():
-            load_head(path / HEAD, agent.value_head)
+            if id(actor.model) not in fingerprints:
+                unmerge(actor.model)
+                fingerprints[id(actor.model)] = fingerprint(actor.model)
+            check_base(path, actor.model, actor.name, fingerprints[id(actor.model)])
+        load_adapter(adapter_folder(path, "actor"), actor.model, actor.adapter, args.merge_lora_configs)
+        if "reference" in saved_roles(path, args):
+            load_adapter(path / "reference", actor.model, agent.reference.adapter, args.merge_lora_configs)
+        elif not args.keep_reference:
+            copy_adapter(actor.model, actor.adapter, agent.reference.adapter)
+        if not args.fresh_critic:
+            load_critic(path, agent, args)
         if args.load_optimizer:
             load_optimizers(path, agent, args)
+
+
+def load_critic(path, agent, args):
+    """Give an agent the critic and the value head in its folder. Raises UserError where these are of another kind."""
+    critic = getattr(agent, "critic", None)
+    has_critic = not is_plain(path) and (path / "critic").is_dir()
+    if critic is not None and has_critic and is_model(path / "critic") != (critic.adapter is None):
+        kinds = ["adapters", "a model of its own"]
+        there, here = kinds[is_model(path / "critic")], kinds[critic.adapter is None]
+        raise UserError(f"{path}/critic is {there}, and here a critic is {here}: add --fresh-critic")
+    if critic is not None and has_critic and critic.adapter is None:
+        load_weights(path / "critic", critic.model, "--load-checkpoint")
+    elif critic is not None and has_critic:
+        load_adapter(path / "critic", critic.model, critic.adapter, args.merge_lora_configs)
+    elif critic is not None and critic.adapter:
+        copy_adapter(critic.model, agent.actor.adapter, critic.adapter)
+    if hasattr(agent, "value_head") and (path / HEAD).is_file() and (critic is not None or not has_critic):
+        load_head(path / HEAD, agent.value_head)
 
 
 def load_optimizers(path, agent, args):

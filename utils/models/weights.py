@@ -130,9 +130,9 @@ def load_agents(folder, agents):
             load_optimizer(path, optimizer, f"optimizer_{k}")
 
 
-def load_weights(path, model):
-    """Give a model the weights in a Hugging Face folder of its own kind. Raises UserError."""
-    with loading("--resume", path):
+def load_weights(path, model, flag="--resume"):
+    """Give a model the weights in a Hugging Face folder of its own kind. Raises UserError, which names the flag."""
+    with loading(flag, path):
         saved = type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True)  # no pickles
         weights = model.state_dict()
         model.load_state_dict({name: share(x, weights[name]) for name, x in saved.state_dict().items()})

@@ -110,9 +110,9 @@ class Run:
 
     def enter(self):
         clock.lap()
-        distributed.decide(self.take_folder)
         if self.args.load_checkpoint:
             load_stage(self.agents, self.args)
+        distributed.decide(self.take_folder)
         if self.args.resume or self.fork:
             self.restore()
         self.random = distributed.gather_objects(random_state(self.generator))  # after the last logged update
