@@ -18,12 +18,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 from processes import ROOT
-from short_runs import FLAGS, SCRIPTS
 
-from utils import population
 from utils.cli import UserError, flag_name
-from utils.run import OF_FOLDER
-from utils.run.fork import OF_AGENTS, OF_DATA
+from utils.population import __main__ as population
 from utils.same import compare
 
 # A script with the flags of a run, without the model: an update adds --lr to the reward. Its faults are the test's.
@@ -82,9 +79,9 @@ def script(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def tools():
-    """utils.breeding, where Ray is installed."""
+    """What needs Ray, where it is installed."""
     pytest.importorskip("ray.tune")
-    from utils import breeding
+    from utils.population import breeding
 
     return breeding
 
@@ -212,14 +209,6 @@ def test_it_says_who_is_best_draws_it_and_keeps_the_newest_agents(whole):
     assert np.ptp(imread(whole / "population.png")) > 0.5
 
 
-def test_another_seed_draws_other_values(breeding):
-    drawn = []
-    for seed in (1, 1, 2):
-        one = population.Population(population.Args(**asked(), seed=seed), "script.py", {"lr": (0.01, 1.0, False)})
-        drawn.append(population.values_of(one, 1, breeding))
-    assert drawn[0] == drawn[1] != drawn[2] and len({values["lr"] for values in drawn[0]}) == 4
-
-
 def test_a_killed_population_goes_on_with_the_same_lineage_however_many_workers_it_has(script, whole):
     """SIGKILL in the third generation, with one worker; then on with two, as one that nothing stops."""
     plan(g3m1="waits")
@@ -277,7 +266,7 @@ def test_a_stopped_population_saves_and_goes_on(script, breeding):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert output.endswith("population.py: the members under way are saved; the same command goes on with them\n")
+    assert output.endswith("population: the members under way are saved; the same command goes on with them\n")
     assert sorted(records()) == [(1, k) for k in range(4)] and not Path("out/stop").exists()
     assert len(breed()) == 16 and all(record["error"] is None for record in records().values())
 
@@ -342,15 +331,15 @@ def test_what_went_wrong_with_a_member_is_a_line(script, tools, tmp_path, fault,
         "python": sys.executable,
         "words": script.split(),
     }
-    settings |= {"generation": 3, "num_updates": 12, "metric": "score" if fault == "no metric" else None}
-    parent = tools.play(settings | {"metric": None}, 1, 0, None, {"lr": 0.5})
+    settings |= {"generation": 3, "num_updates": 12, "metric": "score" if fault == "no metric" else "eval/reward_mean"}
+    parent = tools.play(settings | {"metric": "eval/reward_mean"}, 1, 0, None, {"lr": 0.5})
     assert (parent["fitness"], parent["error"], parent["parent"]) == (1.5, None, None)
     if fault == "no room":
         Path("out/generation_002").write_text("")
     values = {"lr": float("nan") if fault == "not a number" else 0.25, "width": 8 if fault == "longer" else 1}
     record = tools.play(settings, 2, 1, 0, values)
     assert record["fitness"] is None and re.fullmatch(error, record["error"]), record["error"]
-    sound = tools.play(settings | {"metric": None}, 2, 2, 0, {"lr": 0.25, "width": 1})
+    sound = tools.play(settings | {"metric": "eval/reward_mean"}, 2, 2, 0, {"lr": 0.25, "width": 1})
     assert fault == "no room" or (sound["fitness"], sound["error"], sound["parent"]) == (2.25, None, 0)
 
 
@@ -445,23 +434,11 @@ def test_where_ray_does_not_start_it_is_one_line(script, tools, monkeypatch):
 def test_without_ray_it_is_one_line(script, monkeypatch):
     for name in ("ray", "ray.tune"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "utils.breeding", raising=False)
-    if hasattr(sys.modules["utils"], "breeding"):
-        monkeypatch.delattr(sys.modules["utils"], "breeding")
+    monkeypatch.delitem(sys.modules, "utils.population.breeding", raising=False)
+    monkeypatch.delattr("utils.population.breeding", raising=False)
     with pytest.raises(UserError, match="^populations take Ray Tune, .*: pip install -r requirements-pop") as error:
         population.main(population.Args(**asked()))
     assert error.value.exit_code == 2 and "\n" not in str(error.value) and not Path("out").exists()
-
-
-def test_numbers_that_a_fork_may_not_change_are_no_hyperparameters():
-    numbers = set()
-    for script in SCRIPTS.values():
-        args = script.Args()
-        for name in {*OF_AGENTS, *OF_DATA, *OF_FOLDER} & vars(args).keys():
-            kind = str(script.Args.__dataclass_fields__[name].type)
-            if re.search(r"\b(int|float)\b", kind) and not isinstance(getattr(args, name), bool):
-                numbers.add(name)
-    assert "lora_rank" in numbers and numbers - {"pause_at"} <= {*population.FIXED}
 
 
 # --- What Ray has -----------------------------------------------------------------------------------------------------
@@ -490,11 +467,11 @@ def test_a_run_that_fails_has_a_reason_if_its_log_could_not_be_written(tools, lo
 # --- A script's own runs ----------------------------------------------------------------------------------------------
 
 
-def test_members_are_runs_and_who_forks_nobody_is_the_run_of_its_flags(small_model, breeding, tmp_path, monkeypatch):
+def test_members_are_runs_and_who_forks_nobody_is_the_run_of_its_flags(breeding, tmp_path, monkeypatch):
     """A team of two: the winner's last folder is, to the bit, a run with its values that nothing interrupts."""
     monkeypatch.chdir(ROOT)
-    flags = FLAGS["ippo"] | {"model": small_model, "task": "number", "eval_size": 4}
-    flags.pop("eval_interval")
+    flags = {"train_size": 12, "rollout_buffer_size": 4, "mini_batch_size": 4, "num_train_epochs": 1}
+    flags |= {"num_agents": 2, "max_new_tokens": 3, "task": "number", "eval_size": 4}
     words = [word for name, value in flags.items() for word in (flag_name(name), str(value))]
     ranges = {"actor_learning_rate": "1e-4:1e-2"}
     command = f"python ippo_llm.py {' '.join(words)}"

@@ -21,9 +21,8 @@ from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining
 
 from utils.benchmark import Failed, last_line
-from utils.cli import UserError, one_line
+from utils.cli import UserError, flag_name, one_line
 from utils.files import read_json
-from utils.run.report import EVAL_REWARD
 
 FACTORS = (0.8, 1.2)  # by which a value is multiplied
 LOST = -math.inf  # the score of a member whose run failed: behind all others
@@ -113,7 +112,7 @@ def run_script(plan, folder, fork, values, end):
         where = ["--resume", str(folder)]
     elif fork:
         where += ["--fork", str(fork)]
-    own = [word for name, value in values.items() for word in (flag_of(name), repr(value))]
+    own = [word for name, value in values.items() for word in (flag_name(name), repr(value))]
     argv = [plan["python"], *plan["words"][1:], *own, "--pause-at", str(end), *where]
     folder.parent.mkdir(parents=True, exist_ok=True)
     stopped = False
@@ -128,10 +127,6 @@ def run_script(plan, folder, fork, values, end):
                     process.terminate()
                     stopped = True
     return None if stopped else process.returncode
-
-
-def flag_of(name):
-    return "--" + name.replace("_", "-")
 
 
 def why(code, folder):
@@ -150,16 +145,15 @@ def check_length(plan, folder):
 
 def fitness(plan, folder, begin, end):
     """The last value of the metric in the updates after `begin`, up to `end`. Raises UserError."""
+    name = plan["metric"]
     with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))[begin:end]
-    names = [plan["metric"]] if plan["metric"] else [EVAL_REWARD]
-    values = [(name, float(row[name])) for row in rows for name in names if row.get(name)]
+    values = [float(row[name]) for row in rows if row.get(name)]
     if not values:
-        raise UserError(f"no {' or '.join(names)} in updates {begin + 1} to {end}")
-    name, value = values[-1]
-    if not math.isfinite(value):
-        raise UserError(f"{name} is {value} in the end")
-    return value
+        raise UserError(f"no {name} in updates {begin + 1} to {end}")
+    if not math.isfinite(values[-1]):
+        raise UserError(f"{name} is {values[-1]} in the end")
+    return values[-1]
 
 
 # --- Ray --------------------------------------------------------------------------------------------------------------
@@ -281,7 +275,7 @@ def connect(address, workers):
     if ray.is_initialized():
         return False
     options = {"logging_level": "CRITICAL", "log_to_driver": False}
-    options["runtime_env"] = {"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}}
+    options["runtime_env"] = {"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}}
     if address:
         options["address"] = address
     else:
