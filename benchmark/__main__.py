@@ -35,11 +35,10 @@ THIRD = "--num-train-epochs 1"
 TASKS = {"tldr": "", "number": "--num-turns 3 --max-new-tokens 4", "code": "--max-new-tokens 48"}
 NUMBER = {"number": "--max-new-tokens 4"}  # one turn
 ONE_TURN = TASKS | NUMBER
-TREES = TASKS | {"number": f"{TASKS['number']} --num-generations 2"}  # 8 paths through the three turns of an item
-TEAM = {"tldr": "--num-agents 2", "number": "--num-agents 2 --max-turns 3 --max-output-tokens 4"}
-TEAM |= {"code": "--num-agents 2 --max-output-tokens 48"}
+TEAM = {"tldr": "--num-agents 2 --num-turns 1 --max-new-tokens 72", "number": f"--num-agents 2 {TASKS['number']}"}
+TEAM |= {"code": f"--num-agents 2 --num-turns 1 {TASKS['code']}"}
 TLDR, GUESS = {"tldr": ""}, {"guess": ""}
-ALONE = {"code": "--max-output-tokens 48", "guess": "--train-size 1536"}  # one agent
+ALONE = {"code": f"--num-turns 1 {TASKS['code']}", "guess": "--train-size 1536"}  # one agent
 
 RUNS = {  # group: command, tasks
     "ippo_critic": (f"{IPPO} --use-separate-critic", TASKS),
@@ -47,7 +46,7 @@ RUNS = {  # group: command, tasks
     "iac_critic": (f"{IAC} --use-separate-critic", TASKS),
     "iac_head": (IAC, TASKS),
     "maac": (MAAC, TASKS),
-    "magrpo": (f"{MAGRPO} --max-steps 4608", TREES),
+    "magrpo": (f"{MAGRPO} --max-episodes 4608", TASKS),
     "ppo": (PPO, TEAM | GUESS),
     "ippo_third": (f"{IPPO} --use-separate-critic {THIRD}", ONE_TURN),
     "iac_third": (f"{IAC} --use-separate-critic {THIRD}", ONE_TURN),
@@ -56,7 +55,7 @@ RUNS = {  # group: command, tasks
     "comlrl_ippo": (f"{PEER} ippo --critic separate {THIRD}", ONE_TURN),
     "comlrl_iac": (f"{PEER} iac --critic separate {THIRD}", ONE_TURN),
     "maac_third": (f"{MAAC} {THIRD}", ONE_TURN),
-    "magrpo_third": (f"{MAGRPO} --max-steps 1536", ONE_TURN),
+    "magrpo_third": (f"{MAGRPO} --max-episodes 1536", ONE_TURN),
     "comlrl_maac": (f"{PEER} maac {THIRD}", ONE_TURN),
     "comlrl_magrpo": (f"{PEER} magrpo {THIRD}", ONE_TURN),
     "ppo_alone": (f"{PPO} {THIRD}", ALONE),
@@ -72,13 +71,11 @@ DETAILS = {  # by script: what is changed, one at a time
     "ippo": {
         "lambda 0": "--gae-lambda 0",
         "lambda 1": "--gae-lambda 1",
-        "a turn as the action": "--action-granularity turn",
-        "no KL penalty": "--kl-coef 1e-9",  # with 0 the drift from the initial model is not read
+        "no KL penalty": "--kl-coef 0",
         "entropy bonus 0.01": "--entropy-coef 0.01",
     },
     "iac": {
-        "a token as the action": "--action-granularity token",
-        "no KL penalty": "--kl-coef 1e-9",  # with 0 the drift from the initial model is not read
+        "no KL penalty": "--kl-coef 0",
         "no advantage normalisation": "--no-advantage-normalization",
     },
     "ppo": {
@@ -86,9 +83,9 @@ DETAILS = {  # by script: what is changed, one at a time
         "lambda 1": "--gae-lambda 1",
         "a turn as the action": "--action-granularity turn",
         "a turn, lambda 0.95": "--action-granularity turn --gae-lambda 0.95",
-        "entropy bonus 0.01": "--ent-coef 0.01",
-        "no KL penalty": "--beta 1e-9",
-        "no advantage normalisation": "--no-adv-whitening",
+        "entropy bonus 0.01": "--entropy-coef 0.01",
+        "no KL penalty": "--kl-loss-coef 1e-9",  # with 0 the drift from the reference is not read
+        "no advantage normalisation": "--no-advantage-normalization",
     },
 }
 RUNS["ppo_third"] = (f"{PPO} {THIRD}", GUESS)
@@ -103,7 +100,7 @@ for script, details in DETAILS.items():
         RUNS[group_of(script, detail)] = (f"{RUNS[f'{script}_third'][0]} {change}", GUESS if script == "ppo" else TLDR)
 
 ORDER = ["tldr", "number", "code", "guess"]  # of tasks
-SMALL = "--train-size 32 --rollout-buffer-size 8 --num-train-epochs 1 "  # --size quick
+SMALL = "--train-size 32 --rollout-buffer-size 8 --num-train-epochs 1 --eval-size 4"  # --size quick
 SMALL_PEER = "--train-size 64 --num-train-epochs 1"
 
 
@@ -120,7 +117,7 @@ def jobs_of(args):
             peer = flag and getattr(args, flag)
             if task not in tasks or (flag and peer is None) or not chosen.search(f"{group}/{task}"):
                 continue
-            small = SMALL_PEER if peer else SMALL + ("--eval-loop 4" if group.startswith("ppo") else "--eval-size 4")
+            small = SMALL_PEER if peer else SMALL
             what = f"--env {task}" if task == "guess" else f"--task {task}"
             flags = f"{command} {what} {tasks[task]} {small if args.size == 'quick' else ''}"
             for seed in seeds_of(f"{group}/{task}", args):

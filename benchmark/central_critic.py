@@ -31,8 +31,8 @@ from utils.tasks import build
 HERE = Path(__file__).resolve().parent
 GENERATIONS = 2  # of MAGRPO
 METHODS = {
-    "IAC": "python iac_llm.py --use-separate-critic --value-clip-range None",  # MAAC's critic has a plain loss too
-    "IPPO": "python ippo_llm.py --use-separate-critic --value-clip-range None",
+    "IAC": "python iac_llm.py --use-separate-critic --value-clip-range inf",  # MAAC's critic has a plain loss too
+    "IPPO": "python ippo_llm.py --use-separate-critic --value-clip-range inf",
     "MAAC": "python maac_llm.py",
     "MAGRPO": f"python magrpo_llm.py --num-generations {GENERATIONS}",
 }
@@ -68,7 +68,7 @@ def job_of(method, setting, rate, seed, folder, size):
     episodes = tree * round(UPDATE / samples / tree)
     words = f"{METHODS[method]} {SAME} --num-turns {num_turns} --dataset {variant} --seed {seed}"
     words += f" --rollout-buffer-size {episodes} --mini-batch-size {episodes // 2}"
-    words += f" --max-steps {round(SAMPLES[size] / samples)} --actor-learning-rate {rate}"
+    words += f" --max-episodes {round(SAMPLES[size] / samples)} --actor-learning-rate {rate}"
     if method != "MAGRPO":
         words += f" --critic-learning-rate {2 * float(rate):g}"
     name = setting.replace(",", "").replace(" ", "_")

@@ -25,11 +25,11 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+import ippo_llm
 from benchmark.peer_run import PeerRun, reference_logprob
+from utils import models, tasks
 from utils.cli import UserError
 from utils.models.loading import locate
-from utils.tasks import batches, load_task
-from utils.tasks.episodes import Episodes
 
 
 class Peer:
@@ -39,9 +39,11 @@ class Peer:
         self.flags, self.done, self.seconds, self.rewards, self.samples = flags, 0, {}, [], []
         self.tokenizer = AutoTokenizer.from_pretrained(flags.model)
         self.reference = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval()
-        self.task = load_task(flags.task, flags.num_agents, flags.num_turns)
-        dataset = self.task.train_dataset(flags.train_size, flags.seed)
-        items = [item for (item,) in batches(dataset, 1, flags.num_train_epochs, flags.seed)]
+        own = {"task": flags.task, "num_agents": flags.num_agents, "num_turns": flags.num_turns, "seed": flags.seed}
+        self.args = ippo_llm.Args(**own, num_train_epochs=flags.num_train_epochs, rollout_buffer_size=1)
+        self.task = tasks.load_task(None, self.args, default=ippo_llm)
+        dataset = self.task.given.train_dataset(flags.train_size, flags.seed)
+        items = [item for (item,) in tasks.shuffled_batches(dataset, self.args)]
         config = dict(num_agents=flags.num_agents, num_turns=flags.num_turns, max_new_tokens=flags.max_new_tokens)
         config |= dict(temperature=1.0, top_p=1.0, top_k=0, num_train_epochs=1)  # `items` has all epochs
         if flags.algorithm in ("iac", "ippo"):
@@ -133,37 +135,43 @@ class Peer:
     def ask(self, agent, item):
         if agent == 0:
             self.begin(item)
-        return self.prompts()[agent][0]
+        return self.prompts()[agent]
 
     def begin(self, item):
-        self.episode = Episodes(self.task, [item], self.flags.num_agents, self.flags.num_turns)
-        self.total = 0.0
+        self.item, self.total = item, 0.0
+        self.transcripts = [[] for _ in range(self.flags.num_agents)]  # ids of each agent
+        self.env = ippo_llm.TeamEnv(self.task, [item], self.args)
+        self.read(self.env.reset())
+
+    def read(self, observations):
+        for ids, observed in zip(self.transcripts, observations):
+            ids += models.encode(observed[0], ids, self)
 
     def prompts(self):
-        return [self.episode.prompts(agent, [0], self.tokenizer) for agent in range(2)]
+        return [self.tokenizer.decode(ids) for ids in self.transcripts]
 
     def reward(self, first, second):
-        rewards, processed = self.timed("reward", self.score, [first, second])
-        self.total += sum(value for (value,) in rewards) / 2
+        rewards = self.timed("reward", self.score, [*first, *second])
+        self.total += sum(rewards) / 2
         if self.flags.algorithm == "magrpo":
             self.rewards.append(self.total)
-            self.begin(*self.episode.items)  # the next joint sample is of this item too, or another begins
-        return [value for (value,) in processed]
+            self.begin(self.item)  # the next joint sample is of this item too, or another begins
+        return rewards
 
-    def score(self, responses):
-        """Score a turn, then ask for the next prompts: the rewards, and what is learned from."""
-        scored = self.episode.reward_func([0], self.prompts(), responses)
-        num_turns = self.flags.num_turns
-        if num_turns > 1:  # the peer takes no None from external_transition; this ends the episode, or not
-            turn = len(self.episode.response_history[0][0])
-            prompts = self.episode.external_transition(0) if turn < num_turns else None
-            if prompts is not None:
-                self.episode.add_prompts(0, prompts)
-            self.trainer.args.early_termination_threshold = float("-inf") if prompts is None else None
-        return scored
+    def score(self, answers):
+        """Each agent's reward of a turn; what comes next is read then."""
+        observations, rewards, _ = self.env.step([{0: answer} for answer in answers])
+        for ids, answer in zip(self.transcripts, answers):
+            ids += [*self.tokenizer(answer, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
+        if self.flags.num_turns > 1:  # the peer takes no None from external_transition; this ends the episode, or not
+            goes_on = any(observations)
+            if goes_on:
+                self.read(observations)
+            self.trainer.args.early_termination_threshold = None if goes_on else float("-inf")
+        return [earned[0] for earned in rewards]
 
     def transition(self, **_):
-        return [prompt for (prompt,) in self.prompts()]
+        return self.prompts()
 
     def write_row(self):
         elapsed, spent = time.perf_counter() - self.start, self.seconds

@@ -28,13 +28,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
+import ippo_llm
 from benchmark.peer_run import PeerRun, reference_logprob
+from utils import models, tasks
 from utils.cli import UserError
 from utils.envs import guess
 from utils.models.loading import locate
-from utils.tasks import load_task
-from utils.tasks.episodes import Episodes
 
+MAX_GUESSES = 6  # of a game, as in ppo_llm.py
 UPDATE, MINI_BATCH, EPOCHS = 64, 16, 2  # samples between two updates, and of an optimiser step; passes over them
 SINGLE = {"dtype": torch.float32}  # as ours; else it would be the file's, which is float16, or bfloat16
 
@@ -104,11 +105,11 @@ class AgileRL(Peer):
         from agilerl.llm_envs import RolloutHarness
         from agilerl.training.llm import train_llm_rollout
 
-        play = partial(RolloutHarness.local, tokenizer=self.tokenizer, max_turns=guess.MAX_GUESSES, max_model_len=512)
+        play = partial(RolloutHarness.local, tokenizer=self.tokenizer, max_turns=MAX_GUESSES, max_model_len=512)
         budget = dict(max_steps=10**9, evaluation_interval=10**9, verbose=False)  # it counts turns
         self.agent.set_reference_policy = self.stop_when_done
         try:
-            train_llm_rollout([self.agent], guess.MAX_GUESSES, lambda: play(guess.Env()), **budget)
+            train_llm_rollout([self.agent], MAX_GUESSES, lambda: play(guess.Env()), **budget)
         except Enough:
             pass
 
@@ -128,10 +129,10 @@ class TRL(Peer):
         from datasets import Dataset
         from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-        self.task = load_task("code", 1)
-        items = list(self.task.train_dataset(flags.train_size, flags.seed))
-        texts = Episodes(self.task, items, 1, 1).prompts(0, range(len(items)), self.tokenizer)
-        prompts = [self.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+        self.args_of_task = ippo_llm.Args(task="code", num_agents=1)
+        self.task = tasks.load_task(None, self.args_of_task, default=ippo_llm)
+        items = list(self.task.given.train_dataset(flags.train_size, flags.seed))
+        prompts = [models.encode(self.task.formatters(item, 0), [], self) for item in items]
         self.items = {tuple(ids): item for ids, item in zip(prompts, items)}
         config = dict(per_device_train_batch_size=UPDATE, gradient_accumulation_steps=1)  # of a rollout
         config |= dict(num_mini_batches=UPDATE // MINI_BATCH, local_rollout_forward_batch_size=UPDATE)
@@ -165,11 +166,12 @@ class TRL(Peer):
         """The rewards of prompts and responses [B, L]."""
         start = self.prompt_length
         rows = [(row[:start][kept[:start]], row[start:][kept[start:]]) for row, kept in zip(ids, mask.bool())]
-        episodes = Episodes(self.task, [self.items[tuple(prompt.tolist())] for prompt, _ in rows], 1, 1)
-        running = range(len(rows))
-        responses = [self.tokenizer.decode(response, skip_special_tokens=True) for _, response in rows]
-        prompts = episodes.prompts(0, running, self.tokenizer)
-        (self.rewards,), _ = episodes.reward_func(running, [prompts], [responses])
+        items = [self.items[tuple(prompt.tolist())] for prompt, _ in rows]
+        answers = [self.tokenizer.decode(response, skip_special_tokens=True) for _, response in rows]
+        env = ippo_llm.TeamEnv(self.task, items, self.args_of_task)
+        env.reset()
+        _, (rewards,), _ = env.step([dict(enumerate(answers))])
+        self.rewards = [rewards[b] for b in range(len(items))]
         self.rows = [(torch.cat(row), torch.arange(sum(map(len, row))) >= len(row[0])) for row in rows]
         return torch.tensor(self.rewards)
 
