@@ -53,22 +53,13 @@ UPDATE = 64  # joint samples of an update, which is two optimiser steps
 # --- What is run ------------------------------------------------------------------------------------------------------
 
 
-def scored(method, num_turns):
-    """Joint samples that an episode scores: a path of a tree shares its first turns with others."""
-    if method != "MAGRPO":
-        return float(num_turns)
-    return sum(GENERATIONS ** (t + 1) for t in range(num_turns)) / GENERATIONS**num_turns
-
-
 def job_of(method, setting, rate, seed, folder, size):
     """A run in <folder>/<method>/<setting>__<seed>."""
     num_turns, variant = SETTINGS[setting]
-    samples = scored(method, num_turns)
-    tree = GENERATIONS**num_turns if method == "MAGRPO" else 1  # episodes that come together
-    episodes = tree * round(UPDATE / samples / tree)
+    episodes = UPDATE // num_turns  # each scores a joint sample a turn
     words = f"{METHODS[method]} {SAME} --num-turns {num_turns} --dataset {variant} --seed {seed}"
     words += f" --rollout-buffer-size {episodes} --mini-batch-size {episodes // 2}"
-    words += f" --max-episodes {round(SAMPLES[size] / samples)} --actor-learning-rate {rate}"
+    words += f" --max-episodes {SAMPLES[size] // num_turns} --actor-learning-rate {rate}"
     if method != "MAGRPO":
         words += f" --critic-learning-rate {2 * float(rate):g}"
     name = setting.replace(",", "").replace(" ", "_")
@@ -131,8 +122,7 @@ def load(results, folder, method):
         pattern = f"{folder}/{method}/{setting.replace(',', '').replace(' ', '_')}__*"
         if any(results.glob(pattern)):
             (curves,) = plot.load([f"{method}:{results / pattern}"]).values()
-            factor = scored(method, num_turns)
-            curves_by_setting[setting] = [curve._replace(steps=curve.steps * factor) for curve in curves]
+            curves_by_setting[setting] = [curve._replace(steps=curve.steps * num_turns) for curve in curves]
     return curves_by_setting
 
 
