@@ -1,10 +1,12 @@
-"""Learning is seen, not assumed. The short form runs with all tests; python -m pytest -m slow runs whole trainings."""
+"""Learning is seen, not assumed: a few updates in the short form, whole runs with -m slow."""
 
 import pytest
 from helpers import read_metrics
 
 import iac_llm
 import ippo_llm
+import maac_llm
+import magrpo_llm
 import ppo_llm
 from utils.envs import guess
 from utils.tasks.number import optimum
@@ -25,40 +27,46 @@ def last_tenth(rows):
     return rows[-max(1, len(rows) // 10) :]
 
 
-def test_the_reward_rises_within_a_few_updates(tmp_path):
-    rows = train(iac_llm, tmp_path, use_separate_critic=True, train_size=384, num_train_epochs=1, eval_interval=0)
-    assert len(rows) == 384 // iac_llm.Args().rollout_buffer_size
-    assert float(rows[0]["reward_mean"]) < 1.2
-    assert mean(rows[-4:]) > mean(rows[:2]) + 0.3
+BRIEF = {"num_train_epochs": 1, "eval_interval": 0}
+NUMBER = BRIEF | {"task": "number", "num_turns": 3, "max_new_tokens": 4, "train_size": 768}
+RISES = {
+    "iac on summaries": (iac_llm, BRIEF | {"use_separate_critic": True, "train_size": 384}, 0.3),
+    "ippo on numbers": (ippo_llm, NUMBER, 0.2),
+    "maac on numbers": (maac_llm, NUMBER, 0.1),
+    "magrpo on numbers": (
+        magrpo_llm,
+        NUMBER | {"num_generations": 4, "rollout_buffer_size": 64, "train_size": 256},
+        0.1,
+    ),
+    "ppo on guesses": (ppo_llm, BRIEF | {"train_size": 768}, 0.2),
+}
 
 
-def test_players_meet_the_number_better_within_a_few_updates(tmp_path):
-    flags = {"num_turns": 3, "max_new_tokens": 4, "train_size": 768, "num_train_epochs": 1, "eval_interval": 0}
-    rows = train(ippo_llm, tmp_path, task="number", **flags)
-    assert len(rows) == 12 and mean(rows[-4:]) > mean(rows[:2]) + 0.2
-
-
-def test_a_player_guesses_better_within_a_few_updates(tmp_path):
-    rows = train(ppo_llm, tmp_path, train_size=960, num_train_epochs=1, evaluation_interval=0)
-    assert len(rows) == 15 and mean(rows[-4:]) > mean(rows[:2]) + 0.2
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.rest] * (case[:2] in ("ma", "ia"))) for case in RISES]
+)
+def test_the_reward_rises_within_a_few_updates(tmp_path, case):
+    script, flags, rise = RISES[case]
+    rows = train(script, tmp_path, **flags)
+    assert mean(rows[-4:]) > mean(rows[:2]) + rise
 
 
 @pytest.mark.slow
 @SEEDS
-@pytest.mark.parametrize("critic, reward, logprob", [("separate", 2.3, -1.6), ("head", 2.0, -2.0)])
-def test_the_default_run_learns_to_coordinate_in_sentences(tmp_path, seed, critic, reward, logprob):
-    rows = train(ippo_llm, tmp_path, seed=seed, use_separate_critic=critic == "separate")
+@pytest.mark.parametrize("use_separate_critic", [False, True])
+def test_the_default_run_learns_to_coordinate_in_sentences(tmp_path, seed, use_separate_critic):
+    rows = train(ippo_llm, tmp_path, seed=seed, use_separate_critic=use_separate_critic)
     assert float(rows[0]["reward_mean"]) < 1.2
+    assert mean(last_tenth(rows)) >= 2.1
+    assert mean(last_tenth(rows), "reference_logprob") >= -2.0
+
+
+@pytest.mark.slow
+@SEEDS
+@pytest.mark.parametrize("script, reward", [(iac_llm, 2.0), (maac_llm, 1.8), (magrpo_llm, 1.8)])
+def test_the_default_runs_of_the_other_scripts_learn_too(tmp_path, seed, script, reward):
+    rows = train(script, tmp_path, seed=seed)
     assert mean(last_tenth(rows)) >= reward
-    assert mean(last_tenth(rows), "reference_logprob") >= logprob
-
-
-@pytest.mark.slow
-@SEEDS
-def test_the_default_run_of_iac_learns_too(tmp_path, seed):
-    rows = train(iac_llm, tmp_path, seed=seed, use_separate_critic=True)
-    assert float(rows[0]["reward_mean"]) < 1.2
-    assert mean(last_tenth(rows)) >= 2.0  # seed 1: 2.19 on one thread
 
 
 @pytest.mark.slow
@@ -80,13 +88,12 @@ def test_programmers_share_the_work(tmp_path, seed):
 @SEEDS
 def test_a_player_comes_near_to_binary_search(tmp_path, seed):
     rows = train(ppo_llm, tmp_path, seed=seed)
-    assert float(rows[-1]["fitness"]) >= 0.57  # 0.587, 0.598, 0.575 with seeds 1, 2, 3 on one thread
+    assert float(rows[-1]["eval/reward_mean"]) >= 0.55
     assert mean(last_tenth(rows)) >= 0.8 * guess.optimum(6)
 
 
 @pytest.mark.slow
 @SEEDS
 def test_two_agents_on_one_base_coordinate(tmp_path, seed):
-    rows = train(ppo_llm, tmp_path, task="tldr", num_agents=2, seed=seed)
-    assert float(rows[-1]["fitness"]) >= 2.2  # 2.29, 2.55, 2.55 on one thread
-    assert mean(last_tenth(rows)) >= 2.1
+    rows = train(ppo_llm, tmp_path, task="tldr", num_agents=2, num_turns=1, max_new_tokens=72, seed=seed)
+    assert mean(last_tenth(rows)) >= 2.0
