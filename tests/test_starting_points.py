@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from helpers import tiny_base
+from safetensors.torch import load_file, save_file
 from teams import IDS, logits_of, make_args, make_team, roles_of, same_policy, shake
 from transformers import LlamaConfig, LlamaModel
 
@@ -216,6 +217,27 @@ def rename(path):
     (path / "actor/adapter_model.safetensors").rename(path / "actor/adapter_model.bin")
 
 
+def write(values):
+    """Replace values in the actor's configuration."""
+
+    def damage(path):
+        config = path / "actor/adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | values))
+
+    return damage
+
+
+def change(function):
+    """Change the actor's tensors, {name: tensor}."""
+
+    def damage(path):
+        tensors = load_file(path / "actor/adapter_model.safetensors")
+        function(tensors)
+        save_file(tensors, path / "actor/adapter_model.safetensors")
+
+    return damage
+
+
 REFUSED = {
     "no base": (remove("base.json"), "agent_1 is incomplete: there is no .*base.json"),
     "no actor": (
@@ -227,6 +249,14 @@ REFUSED = {
     "cut weights": (cut("actor/adapter_model.safetensors"), "adapter_model.safetensors is no whole safetensors file"),
     "a cut head": (cut("value_head.safetensors"), "value_head.safetensors is no whole safetensors file"),
     "cut moments": (cut("optimizer_1.safetensors"), "optimizer_1.safetensors is no whole safetensors file"),
+    "a tensor less": (change(lambda x: x.pop(next(iter(x)))), r"does not fit: .*lora_.* is not there, \[.*\] here"),
+    "a tensor more": (change(lambda x: x.update(more=torch.zeros(3))), r"does not fit: more is \[3\] there, not here"),
+    "another shape": (change(lambda x: x.update({next(iter(x)): torch.zeros(3, 3)})), r"fit: .* is \[3, 3\] there"),
+    "cut JSON": (cut("actor/adapter_config.json"), "adapter_config.json can't be read as JSON"),
+    "IA3": (write({"peft_type": "IA3"}), "is no LoRA configuration: peft_type is IA3"),
+    "no rank": (write({"r": None}), "is no LoRA configuration: r is None"),
+    "a word": (write({"r": "four"}), "adapter_config.json: r: Input should be a valid integer, .*got four"),
+    "no layer": (write({"target_modules": "q.*"}), r"takes names of linear layers .*, and q\.\* means no layer"),
     "fewer agents": (shutil.rmtree, "--load-checkpoint .*old has 1 agent, and the team has 2$"),
 }
 
