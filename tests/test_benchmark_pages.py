@@ -133,6 +133,7 @@ def test_how_soon_a_peers_reward_is_reached():
     assert lines[3] == "| a | IPPO, more | 110 | 110 | 1.0 | 0.750 | never |  |  |" and lines[4:] == [""]
 
 
+@pytest.mark.rest
 def test_the_study_of_a_central_critic_in_short(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "central"
@@ -154,11 +155,6 @@ def test_a_study_whose_runs_all_fail_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(central_critic, "make", lambda jobs, args: [job.name for job in jobs])
     with pytest.raises(central_critic.Failed, match=r"^all \d+ runs failed$"):
         central_critic.main(central_critic.Args(size="quick", seeds=(1,), output_dir=str(tmp_path)))
-
-
-def test_methods_score_as_many_joint_samples():
-    assert [central_critic.scored("IAC", turns) for turns in (1, 4)] == [1, 4]
-    assert [central_critic.scored("MAGRPO", turns) for turns in (1, 2, 4)] == [1, 6 / 4, 30 / 16]
 
 
 def test_the_figures_of_populations_are_of_the_kept_results():
