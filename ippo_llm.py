@@ -4,16 +4,16 @@ Each agent has its own actor and critic; the other agents are part of its enviro
 actor, or a model of its own (--use-separate-critic). For a token a_t that an agent samples after h_t, which is all that
 it has read and written before:
 
-    V(h_t)  = critic(h_t) + the rollout's mean of what is still earned from the turn of a_t on
+    V(h_t)  = critic(h_t) + b_k                        b_k: mean reward-to-go of turn k, that of a_t, over the rollout
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next sampled token; V = 0 after the last
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     actor     maximises  mean of  log pi(a_t|h_t) A_t + beta H(pi(.|h_t))
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2, clipped as in PPO
 
-Every token costs kl_coef (log pi - log pi_ref); the last token of a turn also earns the turn's reward, divided by the
-standard deviation of what episodes earn. The A_t of the actor are standardised, with a constant beside their deviation:
-(A - mean) / (std + 0.3), so that late noise is not blown up. As on CoMLRL's page there is no probability ratio and no
-clipping of the policy loss; ppo_llm.py has both.
+r_t is a penalty on each token, -kl_coef (log pi - log pi_ref), and on the last token of a turn also the turn's reward,
+divided by the standard deviation of episode returns. The actor's A_t are standardised with a constant beside their
+deviation, (A - mean) / (std + 0.3), so that late noise is not blown up. As on CoMLRL's page there is no probability
+ratio and no clipping of the policy loss; ppo_llm.py has both.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -27,7 +27,6 @@ Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
 
 import sys
 from dataclasses import dataclass, field
-from statistics import mean
 from typing import Annotated
 
 import datasets
@@ -54,14 +53,14 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder or hub name of the initial models: one for all, or one each
     num_agents: PositiveInt = 2
     use_separate_critic: bool = False  # a critic is a model of its own; else a value head on the actor
-    lora_rank: NonNegativeInt = 0  # of LoRA adapters, on a base that agents share; 0: all weights are trained
+    lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # the run ends after so many episodes, if that is earlier
+    max_episodes: PositiveInt | None = None  # the run ends after so many episodes at the latest
     eval_interval: NonNegativeInt = 12  # updates between evaluations on held-out items; 0: no evaluation
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
-    num_generations: PositiveInt = 1  # of these, episodes of one item; they are neighbouring rows
+    num_generations: PositiveInt = 1  # episodes per item (GRPO's group size), which are neighbouring rows
     num_turns: PositiveInt = 1  # longest episode, in turns
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
@@ -73,13 +72,13 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     gamma: Fraction = 1.0  # discount factor, from token to token
     gae_lambda: Fraction = 0.95
     reward_normalization: bool = True  # divide rewards by the standard deviation of what episodes earn
-    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that deviation
-    kl_coef: NonNegativeFloat = 0.03  # KL penalty, of rewards that are divided
+    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
+    kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the normalised reward
     advantage_normalization: bool = True  # standardise advantages over the rollout's tokens
-    advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to their deviation
+    advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; after the first step it is off-policy, uncorrected
+    update_epochs: PositiveInt = 1  # passes over a rollout; steps after the first are off-policy, uncorrected
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -92,6 +91,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
+# tasks.load_task calls these functions with what their parameters name, such as items, turns or num_turns, and checks
+# what they return; TeamEnv calls what it makes of them.
 
 
 def train_dataset(size, seed):
@@ -109,7 +110,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """What each agent earns for N lists of B summaries: B floats (or N lists of them, where agents earn differently).
+    """What B joint answers earn, N lists of B texts: B floats for the team (or N lists of B floats, one per agent).
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -136,7 +137,7 @@ class Agent:
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
         self.end_ids = initial.end_ids  # tokens that end an answer
-        self.longest_prompt = initial.longest_prompt  # tokens after which there is room for an answer
+        self.longest_prompt = initial.longest_prompt  # tokens of a context that leave room for max_new_tokens
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
@@ -150,42 +151,42 @@ class Agent:
             models.adamw(critic_parameters, args.critic_learning_rate, args),
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
-        self.state = {"stds": []}  # of what an episode earned, in each rollout
+        self.state = {"std": 0.0}  # of what an episode earns
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
 
 
 class TeamEnv:
-    """A task as an environment of N players, in B episodes at once: in each turn all agents act, then all earn.
+    """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    Observations are N dicts {episode: chat}, what each agent reads before it acts. An agent that observes nothing does
-    not act, so in an environment of your own (--env) players may also move one after the other.
+    An environment of your own (--env FILE.py, a class TeamEnv) has the same methods. An agent without an observation
+    does not act in that episode, so agents may also act one after the other.
     """
 
     def __init__(self, task, items, args):
         self.task, self.items, self.args = task, items, args
-        self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # of B episodes' N agents: chat, answer
+        self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # [b][i]: chat, answer, chat ...
 
     def reset(self):
-        """The first observations."""
+        """The first observations, N dicts {episode: chat}: what each agent reads before it acts."""
         chats = {}
         for b, item in enumerate(self.items):
             chats[b] = [self.task.formatters(item, i) for i in range(self.args.num_agents)]
         return self.observe(chats)
 
     def observe(self, chats):
-        """{episode: N chats} as observations."""
+        """The observations of {episode: N chats}."""
         for b in chats:
             for own, chat in zip(self.histories[b], chats[b]):
                 own.append(chat)
         return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
-        """Score a turn, N dicts {episode: answer}.
+        """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, rewards as N dicts {episode: float}, and the episodes that are cut short: their
-        agents read what is observed, and do not act any more. A task cuts none.
+        Returns the next observations, rewards as N dicts {episode: float}, and truncated episodes, whose agents read a
+        last observation and do not act any more. A task truncates none.
         """
         episodes = list(actions[0])  # those that go on
         for b in episodes:
@@ -193,8 +194,8 @@ class TeamEnv:
                 own.append(answers[b])
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
-        completions = [[answers[b] for b in episodes] for answers in actions]
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists
+        completions = [list(answers.values()) for answers in actions]
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # always N lists of floats
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
             if len(history[0]) < 2 * self.args.num_turns:
@@ -237,8 +238,10 @@ class Rollout:
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it."""
-    if not contexts or args.use_vllm:
+    if args.use_vllm:
         return models.generate_with_vllm(agent, contexts, args, generator)
+    if not contexts:
+        return []
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -272,36 +275,36 @@ def play(agents, task, items, args, generator):
 
         <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env: another one
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env or the task may bring another one
     transcripts = [[Transcript() for _ in items] for _ in agents]
-    observations, cut_short = env.reset(), set()
+    observations, truncated = env.reset(), set()
     turn = 0
-    with models.sampling(agents, args):  # hands weights to vLLM, and gathers them where they are sharded
+    with models.sampling(agents, args):  # for vLLM and for sharded models: the weights of now, whole
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # begins with the end of a cut answer
-                    if len(own[b].ids) > agent.longest_prompt:
-                        cut_short.add(b)
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # an answer that was cut is ended first
+                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
+                        truncated.add(b)
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
-                episodes = [b for b in observed if b not in cut_short]
+                episodes = [b for b in observed if b not in truncated]
                 answers = generate(agent, [own[b].ids for b in episodes], args, generator)
                 texts = agent.tokenizer.batch_decode(answers, skip_special_tokens=True)
                 for b, ids, text in zip(episodes, answers, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            observations, rewards, cut_short = env.step(actions)
+            observations, rewards, truncated = env.step(actions)
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns):  # it has acted
-                        own[b].rewards[-1] += reward  # on the last token of the turn
+                    if any(own[b].turns[-1:]):  # its last token was sampled
+                        own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    return [Rollout(**models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]  # and attention masks
+    return [Rollout(**models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -313,7 +316,8 @@ def policy_forward(policy, rollout, rows, args):
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], where=sampled)  # at t: what has read h_t
+    # At each of them the output of the position before, which predicts the token
+    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], where=sampled)
     log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
     logprobs = log_pi.gather(-1, rollout.ids[rows][sampled][:, None]).squeeze(-1)
     entropy = -(log_pi.exp() * log_pi).sum(-1)
@@ -350,16 +354,15 @@ def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
 
-    # 1. Rewards, in standard deviations of what an episode earns, at least the mean of all rollouts so far
+    # 1. Rewards, in standard deviations of what an episode earns
     rewards = rollout.rewards
     if args.reward_normalization:
         has_acted = mask.amax(1)  # [B] 0 where the agent did not act at all
         _, std = distributed.mean_std(rewards.sum(1), has_acted)
-        agent.state["stds"].append(float(std))
-        std = max(float(std), mean(agent.state["stds"]))  # where nearly all earn the same, noise stays small
-        rewards = rewards / (std + args.reward_norm_eps)
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
+        rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
 
-    # 2. A baseline for each turn, so that the critic, whose output starts at 0, has only differences to learn
+    # 2. The baseline, the mean reward-to-go of each turn; the critic, whose output starts at 0, learns what is left
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = torch.zeros_like(rewards)
     for turn in range(1, distributed.max(rollout.turns) + 1):
@@ -380,8 +383,8 @@ def learn(agent, rollout, args, generator):
     rewards = rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask
     advantages, returns = gae(rewards, old_values, mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
-        center, std = distributed.mean_std(advantages, mask)
-        advantages = (advantages - center) / (std + args.advantage_norm_eps)
+        mean, std = distributed.mean_std(advantages, mask)
+        advantages = (advantages - mean) / (std + args.advantage_norm_eps)
 
     # 5. Optimiser steps
     losses = []
@@ -407,7 +410,7 @@ def learn(agent, rollout, args, generator):
 
             grad_norms = []
             for optimizer in agent.optimizers:
-                grad_norms.append(distributed.clip_gradients(optimizer, args.max_grad_norm))  # mean of all processes
+                grad_norms.append(distributed.average_and_clip_gradients(optimizer, args.max_grad_norm))
                 optimizer.step()
                 optimizer.zero_grad()
     for schedule in agent.schedules:

@@ -3,7 +3,7 @@
 Each agent has its own actor and critic: adapters on a base that all agents share (--lora-rank 0: whole models). For an
 action a_t, a token that an agent samples after h_t, which is all that it has read and written before:
 
-    V(h_t)  = critic(h_t) + the rollout's mean of what is still earned from the turn of a_t on
+    V(h_t)  = critic(h_t) + b_k                        b_k: mean reward-to-go of turn k, that of a_t, over the rollout
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
@@ -56,17 +56,17 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     use_separate_critic: bool = (
         True  # a critic has adapters, or a model, of its own; else it is a value head on the actor
     )
-    lora_rank: NonNegativeInt = 16  # of LoRA adapters, on a base that agents share; 0: all weights are trained
+    lora_rank: NonNegativeInt = 16  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     use_separate_reference_adapter: bool = True  # the reference has adapters of its own; else it is the initial model
     # updates between copies of the actor to the reference; 0: never
     reference_update_interval: NonNegativeInt = needs("use_separate_reference_adapter", default=0)
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # the run ends after so many episodes, if that is earlier
+    max_episodes: PositiveInt | None = None  # the run ends after so many episodes at the latest
     eval_interval: NonNegativeInt = 25  # updates between evaluations on held-out items; 0: no evaluation
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
-    num_generations: PositiveInt = 1  # of these, episodes of one item; they are neighbouring rows
+    num_generations: PositiveInt = 1  # episodes per item (GRPO's group size), which are neighbouring rows
     num_turns: PositiveInt = 6  # longest episode, in turns
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
@@ -84,7 +84,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     gamma: Fraction = 1.0  # discount factor, from action to action
     gae_lambda: Fraction = 0.95
     reward_normalization: bool = False  # divide rewards by the standard deviation of what episodes earn
-    reward_norm_eps: PositiveFloat = 1e-3  # added to that deviation
+    reward_norm_eps: PositiveFloat = 1e-3  # added to that standard deviation
     advantage_normalization: bool = True  # standardise advantages over the rollout's actions
 
     # Optimisation
@@ -151,7 +151,7 @@ class Agent:
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
         self.end_ids = initial.end_ids  # tokens that end an answer
-        self.longest_prompt = initial.longest_prompt  # tokens after which there is room for an answer
+        self.longest_prompt = initial.longest_prompt  # tokens of a context that leave room for max_new_tokens
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         if args.use_separate_reference_adapter:
@@ -173,35 +173,35 @@ class Agent:
 
 
 class TeamEnv:
-    """A task as an environment of N players, in B episodes at once: in each turn all agents act, then all earn.
+    """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    Observations are N dicts {episode: chat}, what each agent reads before it acts. An agent that observes nothing does
-    not act, so in an environment of your own (--env) players may also move one after the other.
+    An environment of your own (--env FILE.py, a class TeamEnv) has the same methods. An agent without an observation
+    does not act in that episode, so agents may also act one after the other.
     """
 
     def __init__(self, task, items, args):
         self.task, self.items, self.args = task, items, args
-        self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # of B episodes' N agents: chat, answer
+        self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # [b][i]: chat, answer, chat ...
 
     def reset(self):
-        """The first observations."""
+        """The first observations, N dicts {episode: chat}: what each agent reads before it acts."""
         chats = {}
         for b, item in enumerate(self.items):
             chats[b] = [self.task.formatters(item, i) for i in range(self.args.num_agents)]
         return self.observe(chats)
 
     def observe(self, chats):
-        """{episode: N chats} as observations."""
+        """The observations of {episode: N chats}."""
         for b in chats:
             for own, chat in zip(self.histories[b], chats[b]):
                 own.append(chat)
         return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
-        """Score a turn, N dicts {episode: answer}.
+        """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, rewards as N dicts {episode: float}, and the episodes that are cut short: their
-        agents read what is observed, and do not act any more. A task cuts none.
+        Returns the next observations, rewards as N dicts {episode: float}, and truncated episodes, whose agents read a
+        last observation and do not act any more. A task truncates none.
         """
         episodes = list(actions[0])  # those that go on
         for b in episodes:
@@ -209,8 +209,8 @@ class TeamEnv:
                 own.append(answers[b])
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
-        completions = [[answers[b] for b in episodes] for answers in actions]
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists
+        completions = [list(answers.values()) for answers in actions]
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # always N lists of floats
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
             if len(history[0]) < 2 * self.args.num_turns:
@@ -253,8 +253,10 @@ class Rollout:
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it."""
-    if not contexts or args.use_vllm:
+    if args.use_vllm:
         return models.generate_with_vllm(agent, contexts, args, generator)
+    if not contexts:
+        return []
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -288,36 +290,36 @@ def play(agents, task, items, args, generator):
 
         <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env: another one
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env or the task may bring another one
     transcripts = [[Transcript() for _ in items] for _ in agents]
-    observations, cut_short = env.reset(), set()
+    observations, truncated = env.reset(), set()
     turn = 0
-    with models.sampling(agents, args):  # hands weights to vLLM, and gathers them where they are sharded
+    with models.sampling(agents, args):  # for vLLM and for sharded models: the weights of now, whole
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # begins with the end of a cut answer
-                    if len(own[b].ids) > agent.longest_prompt:
-                        cut_short.add(b)
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # an answer that was cut is ended first
+                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
+                        truncated.add(b)
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
-                episodes = [b for b in observed if b not in cut_short]
+                episodes = [b for b in observed if b not in truncated]
                 answers = generate(agent, [own[b].ids for b in episodes], args, generator)
                 texts = agent.tokenizer.batch_decode(answers, skip_special_tokens=True)
                 for b, ids, text in zip(episodes, answers, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            observations, rewards, cut_short = env.step(actions)
+            observations, rewards, truncated = env.step(actions)
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns):  # it has acted
-                        own[b].rewards[-1] += reward  # on the last token of the turn
+                    if any(own[b].turns[-1:]):  # its last token was sampled
+                        own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    return [Rollout(**models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]  # and attention masks
+    return [Rollout(**models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -329,7 +331,8 @@ def policy_forward(policy, rollout, where, rows, args):
     They are computed at the n places of these rows where `where` [B, S] is True. Elsewhere they are 0.
     """
     where = where[rows]
-    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], where=where)  # at t: what has read h_t
+    # At each of them the output of the position before, which predicts the token
+    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], where=where)
     log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
     logprobs = log_pi.gather(-1, rollout.ids[rows][where][:, None]).squeeze(-1)
     entropy = -(log_pi.exp() * log_pi).sum(-1)
@@ -389,7 +392,7 @@ def learn(agent, rollout, args, generator):
     where = (mask > 0) | is_end
     turns = torch.where(is_end, rollout.turns.amax(1, keepdim=True) + 1, rollout.turns)  # the end opens another turn
 
-    # 3. Rewards, and a baseline for each turn, so that the critic, which starts at 0, has only differences to learn
+    # 3. Rewards, and the baseline, the mean reward-to-go of each turn; the critic starts at 0
     rewards = rollout.rewards
     if args.reward_normalization:
         has_acted = mask.amax(1)  # [B] 0 where the agent did not act at all
@@ -462,7 +465,7 @@ def learn(agent, rollout, args, generator):
 
             grad_norms = []
             for optimizer in agent.optimizers:
-                grad_norms.append(distributed.clip_gradients(optimizer, args.max_grad_norm))  # mean of all processes
+                grad_norms.append(distributed.average_and_clip_gradients(optimizer, args.max_grad_norm))
                 optimizer.step()
                 optimizer.zero_grad()
     for schedule in agent.schedules:

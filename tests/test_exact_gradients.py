@@ -363,7 +363,7 @@ def learn(script, num_turns, values, folder, **flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "Run", lambda *_: team)
         patch.setattr(script, "play", play_once)
-        patch.setattr(distributed, "clip_gradients", team.record)
+        patch.setattr(distributed, "average_and_clip_gradients", team.record)
         if script is magrpo_llm:  # episodes of one item depend on one another, those of different mini-batches do not
             patch.setattr(torch, "randperm", lambda size, **_: torch.arange(size))
         else:

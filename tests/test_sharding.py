@@ -75,7 +75,7 @@ def work():
     head(model(IDS[rank : rank + 1]).logits).square().sum().backward()
     (right_head(right(IDS).logits).square().sum() / 2).backward()
     distributed.average_gradients([*model.parameters(), *head.parameters()])
-    found["norm"] = sharding.clip_gradients([*model.parameters(), *head.parameters()], 0.5).item()
+    found["norm"] = sharding.average_and_clip_gradients([*model.parameters(), *head.parameters()], 0.5).item()
     found["right norm"] = nn.utils.clip_grad_norm_([*right.parameters(), *right_head.parameters()], 0.5).item()
     pairs = list(zip([*model.parameters(), *head.parameters()], [*right.parameters(), *right_head.parameters()]))
     found["error"] = max((sharding.whole(x.grad) - y.grad).abs().max().item() for x, y in pairs)

@@ -267,7 +267,8 @@ def parse_flags(Args, argv, description, defaults):
         if not stop.code:  # --help
             raise
         text = re.sub(r"[╭╰][^\n]*[╮╯]|│", "", errors.getvalue())  # without the box that tyro draws
-        message, *more = re.split(r"─{8,}", text)  # its parts, between rules
+        text = re.sub(r"\A\s*[\w ]+\n\s*-{8,}\s*\n", "", text)  # and without the title, where the box is of ASCII
+        message, *more = re.split(r"[─-]{8,}", text)  # its parts, between rules
         # without what follows a flag's name, or what was given
         message = re.sub(r"(options: .*?--[^,]*|instantiated from \[.*?\]).*", r"\1", one_line(message))
         similar = re.search(r"Perhaps you meant:\s*(--[\w-]+)", " ".join(more))

@@ -256,7 +256,7 @@ def decide(act):
     return decision
 
 
-def clip_gradients(optimizer, max_norm):
+def average_and_clip_gradients(optimizer, max_norm):
     """Average the gradients of an optimiser's parameters over the processes, and clip their norm; returns the norm.
 
     Raises NotFinite where that is not finite.

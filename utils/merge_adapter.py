@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from utils.cli import Settings, UserError, command_line, flags
 from utils.files import read_json, writing
-from utils.models.adapters import WEIGHTS, add_adapters, check_base, load_adapter
+from utils.models.adapters import WEIGHTS, add, check_base, load_adapter, wrap
 from utils.models.loading import load_model
 from utils.models.lora import CONFIG, read_config
 from utils.models.weights import BASE
@@ -63,7 +63,8 @@ def main(args):
     except Exception as error:
         raise UserError(f"{agent} has no tokenizer that can be loaded: {error}") from error
 
-    model = add_adapters(base, config, ["agent_0_actor"])
+    model = wrap(base, config)
+    add(model, "agent_0_actor")
     load_adapter(agent / "actor", model, "agent_0_actor")
     head = base.get_output_embeddings()
     if isinstance(head, BaseTunerLayer) and head.weight is base.get_input_embeddings().weight:

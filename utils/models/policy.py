@@ -22,9 +22,7 @@ from transformers import AutoModel, get_constant_schedule_with_warmup, get_cosin
 from utils import distributed
 from utils.cli import flag_name
 from utils.models import adapters, causal_lm, engine, loading, lora, sharding, stages
-from utils.models.transcripts import end_tokens
-
-UNLIMITED = 2**31
+from utils.models.transcripts import UNLIMITED, end_tokens
 
 
 @dataclass
@@ -60,6 +58,7 @@ class Policy:
         self.is_copy = False  # of a frozen model: it is the agent's own
         self.to_be_sharded = False  # when it is first called: copies are made of it before
         self.positions = True  # counted from a row's first token
+        self.room = UNLIMITED  # tokens that a transcript may have
 
     @property
     def device(self):
@@ -217,6 +216,7 @@ class Source:
     def policy_of(self, model, adapter=None, is_body=False):
         policy = Policy(model, self.tokenizer, self.name, adapter, is_body)
         policy.positions = self.args.calc_position_embeddings
+        policy.room = engine.max_length(self.config, self.args) or UNLIMITED
         return policy
 
     def copy(self, name, learns=True, like=None, is_body=False):

@@ -7,7 +7,6 @@ the other, and let go; all processes have to make the same passes.
 import contextlib
 import warnings
 
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -31,19 +30,6 @@ def shard_model(model, whole=()):
     register_fsdp_forward_method(model, "call")
     # It warns of outputs that are views, for those who write into them; nothing here does
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-
-
-def shard_models(models):
-    """Let each process keep its part of these models' weights, in place; one that is in the list twice is one model."""
-    for model in dict.fromkeys(models):
-        shard_model(model)
-
-
-def shard_agent(agent):
-    """Let each process keep its part of an agent's actor and of its critic, if that is a model, in place."""
-    shard_model(agent.actor)
-    if getattr(agent, "critic", None) is not None:
-        shard_model(agent.critic)
 
 
 def call_inside(model, function):
@@ -95,15 +81,3 @@ def share(x, like):
     if not isinstance(like, DTensor):
         return x
     return distribute_tensor(x.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def clip_gradients(parameters, max_norm):
-    """Clip gradients to the norm over all parameters, sharded and whole ones; what the norm was."""
-    parts = [x.grad.to_local() for x in parameters if isinstance(x.grad, DTensor)]
-    if not parts:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-    wholes = [x.grad for x in parameters if x.grad is not None and not isinstance(x.grad, DTensor)]
-    square = distributed.sum(nn.utils.get_total_norm(parts) ** 2)
-    norm = (square + nn.utils.get_total_norm(wholes).to(square) ** 2).sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=False)
-    return norm

@@ -14,6 +14,8 @@ from transformers import (
 
 from utils.cli import UserError
 
+UNLIMITED = 2**31  # tokens of a context
+
 # --- What an agent reads ----------------------------------------------------------------------------------------------
 
 
@@ -31,7 +33,8 @@ def encode(chat, before, agent):
         ids = encode_reply(chat, before[-1], agent.tokenizer)
     if not before and not ids:
         raise UserError(f"a prompt has no tokens: {chat!r}")
-    return ids
+    room = getattr(getattr(agent, "actor", None), "room", UNLIMITED)
+    return ids[: max(0, room - len(before))]  # what the model has no positions for is not read
 
 
 def encode_prompt(chat, tokenizer):
@@ -67,15 +70,21 @@ def encode_reply(chat, last, tokenizer):
     """
     messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else [*chat]
     check_messages(messages)
-    if not tokenizer.chat_template:
-        return tokenizer("\n\n" + as_text(messages), add_special_tokens=False).input_ids
     mark = "ANSWER"  # stands for the earlier question and answer
+    if not tokenizer.chat_template:
+        return encode_after(mark, "\n\n" + as_text(messages), tokenizer)
     while mark in tokenizer.chat_template or any(mark in message["content"] for message in messages):
         mark += "R"
     earlier = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
     text = tokenizer.apply_chat_template(earlier + messages, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text.split(mark, 2)[2], add_special_tokens=False).input_ids
+    ids = encode_after(mark, text.split(mark, 2)[2], tokenizer)
     return ids[1:] if ids and ids[0] == last else ids
+
+
+def encode_after(before, text, tokenizer):
+    """The ids of a text after another one: without the space that some tokenizers put before whatever is first."""
+    both, first, alone = (tokenizer(x, add_special_tokens=False).input_ids for x in (before + text, before, text))
+    return both[len(first) :] if both[: len(first)] == first else alone
 
 
 def end_tokens(model, tokenizer):

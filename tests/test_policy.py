@@ -1,0 +1,223 @@
+"""Policies: loaded by the flags or given, called in one way; what is refused, in one line."""
+
+import copy
+
+import pytest
+import torch
+from helpers import tiny_base
+from teams import IDS, logits_of, make_team, shake
+from transformers import AutoTokenizer, LlamaConfig, LlamaModel
+
+import ippo_llm
+from utils import models
+from utils.cli import UserError
+from utils.models import causal_lm
+
+ONES = torch.ones_like(IDS)
+
+
+@pytest.fixture
+def save(tmp_path, tokenizer):
+    """A function that saves a random model with the embedded one's tokenizer: its folder."""
+
+    def make(name="model", **config):
+        folder = tmp_path / name
+        tiny_base(**({"vocab_size": 768} | config)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def load(**flags):
+    return models.load(ippo_llm.Args(**({"num_agents": 1} | flags)))
+
+
+# --- Called -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [{"lora_rank": 0}, {}], ids=["whole", "adapters"])
+def test_gradient_checkpointing_changes_no_gradient(base, tokenizer, flags):
+    found = []
+    for checkpointing in (False, True):
+        agent = shake(make_team(base, tokenizer, gradient_checkpointing=checkpointing, **flags))[0]
+        for policy in (agent.actor, agent.critic):
+            out = policy.read(IDS, ONES, ONES > 0)
+            (out.hidden_states if out.logits is None else out.logits).square().sum().backward()
+        found.append([x.grad for policy in (agent.actor, agent.critic) for x in policy.parameters()])
+    assert any(causal_lm.is_checkpointed(module) for module in agent.actor.base.modules())
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_gradient_checkpointing_leaves_dropout_of_a_models_own_off(tokenizer):
+    base = tiny_base(attention_dropout=0.5)
+    for flags in ({"lora_rank": 0}, {}):
+        agent = shake(make_team(base, tokenizer, gradient_checkpointing=True, **flags))[0]
+        assert torch.equal(logits_of(agent.actor), logits_of(agent.actor))
+
+
+@pytest.mark.parametrize("flags", [{"lora_rank": 0}, {}], ids=["whole", "adapters"])
+def test_mixed_precision_rounds_a_policy_as_it_rounds_the_next(base, tokenizer, flags):
+    agent = shake(make_team(base, tokenizer, mixed_precision="bf16", **flags), 0.05)[0]
+    with torch.no_grad():
+        read = agent.actor.read(torch.nn.functional.pad(IDS, (0, 1)), torch.ones(2, 11), torch.ones(2, 11) > 0)
+        logits = read.logits.unflatten(0, (2, 10))
+        assert logits.dtype == torch.bfloat16
+        torch.testing.assert_close(agent.actor.next_token(IDS, ONES).logits, logits[:, -1].float(), atol=0.05, rtol=0)
+
+
+def test_where_nothing_is_sampled_there_is_nothing_with_a_gradient(base, tokenizer):
+    actor = make_team(base, tokenizer)[0].actor
+    out = actor.read(IDS, ONES, ONES > 1)
+    assert out.logits.shape == (0, 48) and out.hidden_states.shape == (0, 32)
+    out.logits.sum().backward()
+    assert all(not x.grad.any() for x in actor.parameters() if x.grad is not None)
+
+
+def test_positions_are_counted_from_the_first_token_or_from_padding(base, tokenizer):
+    ids = torch.nn.functional.pad(IDS[:1], (4, 0), value=5)
+    mask = torch.nn.functional.pad(ONES[:1], (4, 0))
+    seen = []
+    for flag in (True, False):
+        actor = make_team(base, tokenizer, lora_rank=0, calc_position_embeddings=flag)[0].actor
+        actor.model.model.register_forward_pre_hook(lambda *a: seen.append(a[2].get("position_ids")), with_kwargs=True)
+        with torch.no_grad():
+            logits = actor.next_token(ids, mask).logits
+            torch.testing.assert_close(logits, actor.model(IDS[:1]).logits[:, -1], atol=1e-5, rtol=0)  # rotary
+    assert seen[0].tolist() == [[0, 0, 0, 0, *range(10)]] and seen[2] is None
+
+
+def test_a_policy_takes_over_the_weights_of_another(base, tokenizer):
+    for flags in ({"lora_rank": 0}, {}):
+        agent = shake(make_team(base, tokenizer, **flags))[0]
+        assert not torch.equal(logits_of(agent.reference), logits_of(agent.actor))
+        with torch.no_grad():
+            logits_of(agent.actor)
+        agent.reference.copy_from(agent.actor)
+        assert torch.equal(logits_of(agent.reference), logits_of(agent.actor))
+        assert not any(x.requires_grad for x in agent.reference.parameters())
+
+
+# --- Loaded -----------------------------------------------------------------------------------------------------------
+
+
+def test_agents_of_one_model_share_it_frozen_and_copies_are_their_own(save):
+    folder = save()
+    initials = load(model=(folder,), num_agents=2)
+    assert initials[0].policy is initials[1].policy
+    assert not initials[0].policy.parameters() and not initials[0].policy.model.training
+    copies = [initial.trainable_copy("actor") for initial in initials]
+    critic = initials[0].trainable_critic("critic")
+    assert len({x.data_ptr() for policy in (initials[0].policy, *copies) for x in policy.model.parameters()}) == 3 * 21
+    assert type(critic.model) is LlamaModel and not critic.model.training
+    assert initials[0].longest_prompt == 2048 - 72
+
+
+def test_a_model_that_is_given_is_copied(base, tokenizer):
+    before = {name: (x, x.clone()) for name, x in base.state_dict().items()}
+    for flags in ({"lora_rank": 0}, {}):
+        shake(make_team(base, tokenizer, **flags))
+    assert {*base.state_dict()} == {*before} and not hasattr(base, "mixed_precision")
+    assert all(torch.equal(x, before[name][1]) for name, x in base.state_dict().items())
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_in_a_copy(base, tokenizer):
+    without = copy.deepcopy(tokenizer)
+    without.pad_token = None
+    agents = make_team(base, without)
+    assert without.pad_token is None and agents[0].tokenizer.pad_token == tokenizer.eos_token
+
+
+# --- Refused ----------------------------------------------------------------------------------------------------------
+
+
+def critic_of(folder, **config):
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaModel(LlamaConfig(**({"vocab_size": 768} | small | config))).save_pretrained(folder)
+    return (str(folder),)
+
+
+def test_models_that_are_not_there_are_one_line(tmp_path, save):
+    cases = {
+        "./nothing": "--model takes a model's folder or a hub name, and there is no folder ./nothing$",
+        str(tmp_path): "--model takes a model's folder or a hub name, and .* has no config.json$",
+        "a b": "--model takes a model's folder or a hub name, and there is no folder a b$",
+    }
+    for name, message in cases.items():
+        with pytest.raises(UserError, match=message):
+            load(model=(name,))
+    with pytest.raises(UserError, match="^--model takes one name, or one for each of the 2 agents, got 3$"):
+        load(model=("utils/tiny_lm",) * 3, num_agents=2)
+    folder = save("damaged")
+    (tmp_path / "damaged/model.safetensors").write_bytes(b"no")
+    with pytest.raises(UserError, match="^--model .*damaged can't be loaded: ") as error:
+        load(model=(folder,))[0].policy
+    assert "\n" not in str(error.value)
+
+
+def test_quantized_weights_are_taken_under_adapters_alone(save):
+    folder = save()
+    settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    with pytest.raises(UserError, match="quantized weights can't learn; they are taken under adapters"):
+        load(model=(folder,), model_config=settings)
+    load(model=(folder,), model_config=settings, lora_rank=4)
+    with pytest.raises(UserError, match="^--shard takes a base that is not quantized"):
+        load(model=(folder,), model_config=settings, lora_rank=4, shard=True)
+
+
+def test_a_model_without_room_for_an_answer_is_one_line(save):
+    folder = save(max_position_embeddings=40)
+    with pytest.raises(
+        UserError, match="^--max-new-tokens 72 after a prompt of 1 exceeds the positions of the mod"
+    ):
+        load(model=(folder,))
+    with pytest.raises(UserError, match="exceeds --max-model-len 30$"):
+        load(model=(folder,), max_model_len=30, max_new_tokens=30)
+
+
+def test_padding_that_the_model_does_not_know_is_one_line(tmp_path, tokenizer, save):
+    more = copy.deepcopy(tokenizer)
+    more.add_special_tokens({"pad_token": "<more>"})
+    more.save_pretrained(save())
+    with pytest.raises(
+        UserError, match="^--model: the tokenizer's padding token, <more>, is number 768, and the m"
+    ):
+        load(model=(str(tmp_path / "model"),))
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"max_position_embeddings": 64}, "has 64 positions, fewer than the actor reads: it takes --max-model-len 64"),
+        ({"vocab_size": 700}, "knows 700 tokens, the actor's tokenizer has 768$"),
+    ],
+)
+def test_a_critic_that_can_not_read_what_the_actor_does_is_one_line(tmp_path, config, message):
+    critic = critic_of(tmp_path / "critic", **config)
+    with pytest.raises(UserError, match=f"^--critic-model-name-or-path .*critic {message}"):
+        load(use_separate_critic=True, critic_model_name_or_path=critic)
+
+
+def test_a_critic_with_another_tokenizer_is_one_line(tmp_path, tokenizer):
+    critic = critic_of(tmp_path / "critic")
+    path = AutoTokenizer.from_pretrained(tokenizer.name_or_path).save_pretrained(tmp_path / "critic")
+    load(use_separate_critic=True, critic_model_name_or_path=critic)
+    (json_file,) = [name for name in path if name.endswith("tokenizer.json")]
+    words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    text = open(json_file).read()
+    first, second = (f'"{word}": {tokenizer.get_vocab()[word]}' for word in words[-2:])
+    swapped = f'"{words[-2]}": 767', f'"{words[-1]}": 766'
+    assert first in text and second in text
+    open(json_file, "w").write(text.replace(first, swapped[0]).replace(second, swapped[1]))
+    with pytest.raises(
+        UserError, match="critic has another tokenizer: it reads 2 of the actor's 768 tokens, such as"
+    ):
+        load(use_separate_critic=True, critic_model_name_or_path=critic)
+
+
+@pytest.mark.parametrize("flag", ["load_checkpoint", "lora_target_modules", "save_base"])
+def test_flags_of_adapters_have_no_effect_without_them(flag):
+    value = {"load_checkpoint": "x", "lora_target_modules": ("q_proj",), "save_base": True}[flag]
+    with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} has no effect without --lora-rank"):
+        load(**{flag: value})
