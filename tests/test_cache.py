@@ -6,7 +6,7 @@ import torch
 import ippo_llm
 from benchmark import architectures
 from utils import models
-from utils.cli import UserError
+from utils.cli import UserError, check_needs
 from utils.models import causal_lm
 
 STEPS = causal_lm.ROOM + 6
@@ -125,4 +125,4 @@ def test_it_has_no_effect_beside(flag):
     value = "default" if flag == "torch_compiler" else True
     name = flag.replace("_", "-")
     with pytest.raises(UserError, match=f"--static-cache has no effect with --{name}|--{name} .*--static-cache"):
-        check(ippo_llm.Args(static_cache=True, **{flag: value}))
+        check_needs(ippo_llm.Args(static_cache=True, **{flag: value}))

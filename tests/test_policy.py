@@ -168,9 +168,7 @@ def test_quantized_weights_are_taken_under_adapters_alone(save):
 
 def test_a_model_without_room_for_an_answer_is_one_line(save):
     folder = save(max_position_embeddings=40)
-    with pytest.raises(
-        UserError, match="^--max-new-tokens 72 after a prompt of 1 exceeds the positions of the mod"
-    ):
+    with pytest.raises(UserError, match="^--max-new-tokens 72 after a prompt of 1 exceeds the positions of the mod"):
         load(model=(folder,))
     with pytest.raises(UserError, match="exceeds --max-model-len 30$"):
         load(model=(folder,), max_model_len=30, max_new_tokens=30)
@@ -180,9 +178,7 @@ def test_padding_that_the_model_does_not_know_is_one_line(tmp_path, tokenizer, s
     more = copy.deepcopy(tokenizer)
     more.add_special_tokens({"pad_token": "<more>"})
     more.save_pretrained(save())
-    with pytest.raises(
-        UserError, match="^--model: the tokenizer's padding token, <more>, is number 768, and the m"
-    ):
+    with pytest.raises(UserError, match="^--model: the tokenizer's padding token, <more>, is number 768, and the m"):
         load(model=(str(tmp_path / "model"),))
 
 
@@ -210,9 +206,7 @@ def test_a_critic_with_another_tokenizer_is_one_line(tmp_path, tokenizer):
     swapped = f'"{words[-2]}": 767', f'"{words[-1]}": 766'
     assert first in text and second in text
     open(json_file, "w").write(text.replace(first, swapped[0]).replace(second, swapped[1]))
-    with pytest.raises(
-        UserError, match="critic has another tokenizer: it reads 2 of the actor's 768 tokens, such as"
-    ):
+    with pytest.raises(UserError, match="critic has another tokenizer: it reads 2 of the actor's 768 tokens, such as"):
         load(use_separate_critic=True, critic_model_name_or_path=critic)
 
 
