@@ -8,8 +8,8 @@ read and written before they answer in it, which the critic reads; an actor read
     actors    maximise   mean of  log pi(a_t|h_t) A_t + beta H     a_t: an agent's answer, log pi the sum of its tokens'
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2
 
-r_t is the mean of the agents' rewards (opposite ones cancel), divided by the standard deviation of episode returns, less
-kl_coef (log pi - log pi_ref) of all their tokens. The A_t are the same for all agents: (A - mean) / (std + 0.3) over the
+r_t is the mean of the agents' rewards (opposite ones cancel), divided by the standard deviation of episode returns,
+less kl_coef (log pi - log pi_ref) of all tokens. The A_t are the same for all agents: (A - mean) / (std + 0.3) over the
 rollout. As in CoMLRL there is no probability ratio and no clipping of the policy loss; ppo_llm.py has both.
 
     python maac_llm.py --num-agents 2
