@@ -38,7 +38,7 @@ def train(folder, script=ippo_llm, **flags):
 def run(tmp_path_factory):
     """The folder of a run of IPPO."""
     folder = tmp_path_factory.mktemp("ippo") / "run"
-    train(folder, max_new_tokens=8)
+    train(folder, max_new_tokens=24)
     return folder
 
 
@@ -95,8 +95,8 @@ def test_the_likeliest_texts_are_those_of_the_saved_and_of_the_untouched_model(r
     assert [sample["item"] for sample in samples] == [*tldr.eval_dataset(4, 1)][:2]
     for sample in samples:
         for agent in range(2):
-            assert sample["untouched"]["completions"][agent] == [likeliest(TINY, sample["item"], agent, 8)]
-            trained = [likeliest(run / f"agent_{agent}", sample["item"], agent, 8)]
+            assert sample["untouched"]["completions"][agent] == [likeliest(TINY, sample["item"], agent, 24)]
+            trained = [likeliest(run / f"agent_{agent}", sample["item"], agent, 24)]
             assert sample["trained"]["completions"][agent] == trained
     assert texts(samples, "trained") != texts(samples, "untouched")
     cold = enjoy.show(run, items=2, temperature=1e-4)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import ippo_llm
 from utils import probe
 from utils.cli import UserError, parse
 from utils.envs import probe as truncation
+from utils.tasks import load_task
 from utils.tasks import probe as games
-from utils.tasks.episodes import Episodes
 
 SIZES = [f"{game.__name__}-{size}" for game, sizes in games.GAMES.items() for size in sizes]
 FEW = [name for name in SIZES if games.game_of(name).num_turns * games.game_of(name).num_tokens <= 4]
@@ -23,24 +24,24 @@ HERE = Path(__file__).parent.parent
 def play(name, items, answers):
     """What a team earns in an episode of each item, where answers(turn, agent, prompt) are its letters."""
     game = games.game_of(name)
-    episodes = Episodes(games, items, game.num_agents, game.num_turns)
-    running = list(range(len(items)))
+    args = ippo_llm.Args(task="probe", num_agents=game.num_agents, num_turns=game.num_turns)
+    env = ippo_llm.TeamEnv(load_task(None, args, ippo_llm), items, args)
     totals = [0.0] * len(items)
-    for turn in range(game.num_turns):
-        prompts = [[episodes.prompt_history[k][i][-1] for k in running] for i in range(game.num_agents)]
-        said = [[answers(turn, i, prompt) for prompt in own] for i, own in enumerate(prompts)]
-        rewards, _ = episodes.reward_func(running, prompts, said)
-        for k, reward in zip(running, rewards[0]):
-            totals[k] += reward
-        going = []
-        for k in running if turn + 1 < game.num_turns else ():
-            next_prompts = episodes.external_transition(k)
-            if next_prompts is not None:
-                episodes.add_prompts(k, next_prompts)
-                going.append(k)
-        running = going
-        if not running:
-            break
+    prompts = [[[] for _ in items] for _ in range(game.num_agents)]  # all that an agent has read and said
+    observations, turn = env.reset(), 0
+    while any(observations):
+        actions = []
+        for i, observed in enumerate(observations):
+            said = {}
+            for b, chat in observed.items():
+                prompts[i][b] += chat
+                said[b] = answers(turn, i, list(prompts[i][b]))
+                prompts[i][b].append({"role": "assistant", "content": said[b]})
+            actions.append(said)
+        observations, rewards, _ = env.step(actions)
+        for b, reward in rewards[0].items():
+            totals[b] += reward
+        turn += 1
     return totals
 
 
@@ -192,7 +193,7 @@ def test_probes_are_those_that_a_script_can_play():
     names = [each.name for each in probe.probes_of(probe.Args(), flags)]
     assert set(names) == set(SIZES)
     assert "truncation-2" in [each.name for each in probe.probes_of(probe.Args(quick=True), flags | {"--env"})]
-    with pytest.raises(UserError, match="the script has no --num-turns or --max-turns, which delayed-4 takes"):
+    with pytest.raises(UserError, match="the script has no --num-turns, which delayed-4 takes"):
         probe.probes_of(probe.Args(probes=("delayed-4",)), flags - {"--num-turns"})
     (one,) = probe.probes_of(probe.Args(probes=("memory-5",)), flags)
     assert one.words[4:] == ["--num-agents", "1", "--num-turns", "5", "--max-new-tokens", "1"]

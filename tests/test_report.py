@@ -25,20 +25,3 @@ def test_errors_and_notes_hold_nothing_that_steers_a_terminal(capsys):
 def test_a_title_is_no_formula(tmp_path):
     draw_curves([{"global_step": 4, "reward_mean": 1.0}], tmp_path / "curves.png", "costs $5 and $x^{")
     assert (tmp_path / "curves.png").stat().st_size > 1000
-
-
-def test_the_untrained_team_is_drawn_before_the_first_update(tmp_path, monkeypatch):
-    points = []
-    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda self, x, y, *rest, **options: points.append((x, y)))
-    rows = [{"global_step": 4, "reward_mean": 1.0, "eval/reward_mean": 2.0, "eval/reward_mean_untrained": 0.5}]
-    draw_curves(rows, tmp_path / "curves.png", "title")
-    assert ([0, 4], [0.5, 2.0]) in points
-
-
-def test_few_updates_are_points_too(tmp_path, monkeypatch):
-    marks = []
-    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda self, x, y, mark="", **options: marks.append(mark))
-    for number, seen in ((1, {"o-", ""}), (9, {"o-", ""}), (10, {"-", ""})):
-        marks.clear()
-        draw_curves([{"global_step": k, "reward_mean": 1.0} for k in range(number)], tmp_path / "curves.png", "title")
-        assert {*marks} == seen
