@@ -21,15 +21,17 @@ class Env:
         return "And?", reward, self.turn > self.seed % 4, self.turn > self.seed % 5, {}
 """
 FLAGS = "--rollout-buffer-size 8 --mini-batch-size 8 --train-size 24 --num-train-epochs 1 --num-turns 3"
-FLAGS = f"{FLAGS} --max-new-tokens 3 --lora-rank 4 --top-k 1 --eval-interval 3 --eval-size 5".split()
-FAILING = "{seed for seed in range(1_000_000, 1_000_024) if seed % 5 < 2} | {1_500_003}"
+FLAGS = (
+    f"{FLAGS} --adam-epsilon 1e-4 --max-new-tokens 3 --lora-rank 4 --top-k 1 --eval-interval 3 --eval-size 5".split()
+)
+FAILING = "{seed for seed in range(2_000_000, 2_000_024) if seed % 5 < 2} | {2_500_003}"  # of --seed 2, one held out
 
 
 @pytest.fixture(scope="module")
 def one(small_model, tmp_path_factory):
     """The folder of a run of one process, in an environment of which many games fail, beside the environment."""
     folder = tmp_path_factory.mktemp("ppo")
-    (folder / "fragile.py").write_text(ENV.replace("set()", FAILING.replace("1_000_0", "2_000_0").replace("1_5", "2_5")))
+    (folder / "fragile.py").write_text(ENV.replace("set()", FAILING))
     flags = [*FLAGS, "--model", small_model, "--env", folder / "fragile.py", "--seed", 2]
     finish("ppo_llm", *flags, "--output-dir", folder / "one")
     return folder, flags
