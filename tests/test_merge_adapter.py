@@ -6,51 +6,56 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, make_team, randomise_adapters, tiny_base, tiny_logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ppo_llm
 from utils.cli import UserError
 from utils.merge_adapter import Args, main
-from utils.models import adapters
+from utils.models.loading import locate
 
 ROOT = Path(__file__).resolve().parent.parent
+IDS = torch.arange(5, 25).reshape(2, 10)
 
 
-def save(base, tokenizer, folder, **flags):
-    """Agents, as if they had learned, saved in a folder; the model."""
-    agents = make_team(base, tokenizer, **flags)
-    randomise_adapters(agents[0].model)
-    adapters.save_agents(folder, agents)
-    return agents[0].model
+def train(folder, **flags):
+    """The agents of a run of one large update."""
+    small = {"train_size": 8, "rollout_buffer_size": 8, "mini_batch_size": 8, "num_train_epochs": 1, "lora_rank": 4}
+    small |= {"task": "number", "num_turns": 1, "max_new_tokens": 4, "eval_interval": 0, "actor_learning_rate": 0.05}
+    return ppo_llm.main(ppo_llm.Args(**small, output_dir=str(folder), **flags))[0]
+
+
+@torch.no_grad()
+def logits_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(IDS).logits
 
 
 @pytest.fixture(scope="module")
-def stage(tokenizer, tmp_path_factory):
-    """A folder with agents of some/base, that base, and another one."""
+def stage(tmp_path_factory):
+    """A folder with a run, and an ordinary model."""
     folder = tmp_path_factory.mktemp("stage")
-    save(tiny_base(), tokenizer, folder / "run")
-    tiny_base().save_pretrained(folder / "base")
-    tiny_base(3).save_pretrained(folder / "other")
+    train(folder / "run")
+    AutoModelForCausalLM.from_pretrained(ROOT / "benchmark/central/model").save_pretrained(folder / "other")
     return folder
 
 
 @pytest.mark.parametrize("targets", [(), ("lm_head", "q_proj")], ids=["all layers", "the tied head"])
-def test_a_merged_model_is_the_actor_with_its_tokenizer(loaded_model, tokenizer, tmp_path, capsys, targets):
-    model = save(loaded_model, tokenizer, tmp_path, model=TINY, num_agents=1, lora_target_modules=targets)
-    main(Args(str(tmp_path / "agent_0"), str(tmp_path / "out")))
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    assert torch.allclose(tiny_logits(opened), tiny_logits(model, "agent_0_actor"), atol=1e-4)
-    assert not torch.allclose(tiny_logits(opened), tiny_logits(loaded_model), atol=1e-2)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("Guess it.") == tokenizer.encode("Guess it.")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["agent_0", "out"]
+def test_a_merged_model_is_the_actor_with_its_tokenizer(targets, tmp_path, capsys):
+    (agent,) = train(tmp_path / "run", lora_target_modules=targets)
+    main(Args(str(tmp_path / "run/agent_0"), str(tmp_path / "out")))
+    with torch.no_grad(), agent.actor.active():
+        expected = agent.actor.base(IDS).logits
+    assert torch.allclose(logits_of(tmp_path / "out"), expected, atol=1e-4)
+    assert not torch.allclose(logits_of(locate("utils/tiny_lm")), expected, atol=1e-2)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("Guess it.") == agent.tokenizer.encode("Guess it.")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     assert "out" in capsys.readouterr().out
 
 
-def test_the_command_takes_another_name_of_the_base(loaded_model, tokenizer, tmp_path):
-    save(loaded_model, tokenizer, tmp_path, model="of/nowhere", num_agents=1)
-    argv = [str(tmp_path / "agent_0"), str(tmp_path / "out"), "--model", "utils/tiny_lm"]
-    command = [sys.executable, "-m", "utils.merge_adapter", *argv]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def test_the_command_takes_another_name_of_the_base(stage, tmp_path):
+    argv = [str(stage / "run/agent_0"), str(tmp_path / "out"), "--model", "utils/tiny_lm"]
+    done = subprocess.run(
+        [sys.executable, "-m", "utils.merge_adapter", *argv], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0 and (tmp_path / "out" / "model.safetensors").is_file(), done.stderr
     assert "Warning" not in done.stderr
 
@@ -59,10 +64,10 @@ REFUSED = {  # agent, folder to write, base, and the reason
     "no folders": ("", "", None, "two folders are needed"),
     "no agent": ("nowhere", "out", None, "is no agent's folder .* there is no .*base.json"),
     "a run's folder": ("run", "out", None, "is no agent's folder"),
-    "a folder that is there": ("run/agent_0", "base", None, "is there already"),
-    "below a file": ("run/agent_0", "other/config.json/out", "base", "config.json/out can't be written"),
+    "a folder that is there": ("run/agent_0", "other", None, "is there already"),
+    "below a file": ("run/agent_0", "other/config.json/out", None, "config.json/out can't be written"),
     "no base": ("run/agent_0", "out", "no_base", "can't be loaded"),
-    "another base": ("run/agent_0", "out", "other", "of the base some/base, not of .*weights differ"),
+    "another base": ("run/agent_0", "out", "other", "of the base .*tiny_lm, not of .*hidden_size 160 there, 64 here"),
 }
 
 
