@@ -180,7 +180,7 @@ class Task:
         return [len(set(text)) / max(1, len(text)) for text in answers]
 
 
-def train(folder, output_dir, lora_rank=0):
+def train(folder, output_dir, lora_rank=0, **flags):
     """An agent, trained by ippo_llm for an update on eight prompts, with a critic of its own."""
     args = ippo_llm.Args(
         model=(folder,),
@@ -194,6 +194,7 @@ def train(folder, output_dir, lora_rank=0):
         max_new_tokens=NEW_TOKENS,
         eval_interval=0,
         output_dir=output_dir,
+        **flags,
     )
     (agent,), _ = ippo_llm.main(args, task=Task())
     return agent

@@ -21,8 +21,8 @@ utils.run.draw_curves = lambda *_: None  # takes longer than the rest of a short
 # Files of the short form: every script's oracles, learning, resume, bad input. Tests of all others are marked `rest`,
 # and so are those that make a fault and see that it is found.
 SHORT = """
-    advantages algorithm bad_input exact_gradients learning maac magrpo ppo_advantages ppo_loss resume single_file
-    task_number
+    adapters advantages algorithm architectures bad_input cache exact_gradients learning maac magrpo policy
+    ppo_advantages ppo_loss resume single_file starting_points task_number transcripts weights
 """.split()
 
 

@@ -1,16 +1,18 @@
 """Policies: loaded by the flags or given, called in one way; what is refused, in one line."""
 
 import copy
+import json
 
 import pytest
 import torch
 from helpers import tiny_base
 from teams import IDS, logits_of, make_team, shake
-from transformers import AutoTokenizer, LlamaConfig, LlamaModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel
 
 import ippo_llm
+from benchmark import architectures
 from utils import models
-from utils.cli import UserError
+from utils.cli import UserError, parse
 from utils.models import causal_lm
 
 ONES = torch.ones_like(IDS)
@@ -31,6 +33,12 @@ def save(tmp_path, tokenizer):
 
 def load(**flags):
     return models.load(ippo_llm.Args(**({"num_agents": 1} | flags)))
+
+
+def critic_of(folder, **config):
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaModel(LlamaConfig(**({"vocab_size": 768} | small | config))).save_pretrained(folder)
+    return (str(folder),)
 
 
 # --- Called -----------------------------------------------------------------------------------------------------------
@@ -129,13 +137,85 @@ def test_a_tokenizer_without_padding_pads_with_its_end_in_a_copy(base, tokenizer
     assert without.pad_token is None and agents[0].tokenizer.pad_token == tokenizer.eos_token
 
 
+# --- Settings, and data types -----------------------------------------------------------------------------------------
+
+ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+BAD = {
+    "colour=1": "--model-config takes what the configuration of .* has, or revision, .*, got colour",
+    "dtype=bfloat16": "--model-config dtype: it is a flag of its own, --dtype",
+    "hidden_act=5": r"--model-config hidden_act=5: .*expected str, got int \(value: 5\)",
+    "hidden_act": "Error parsing --model-config: it takes KEY=VALUE, got hidden_act",
+    "hidden_size=64": "--model .*model can't be loaded: .*",
+}
+
+
+def test_models_and_critics_have_the_settings(save, tmp_path):
+    critic = critic_of(tmp_path / "critic", max_position_embeddings=4096)
+    settings = {"model_config": {"rope_parameters": ROPE}, "critic_model_config": {"rope_parameters": ROPE}}
+    (initial,) = load(model=(save(),), use_separate_critic=True, critic_model_name_or_path=critic, **settings)
+    assert initial.trainable_copy("actor").config.rope_parameters == ROPE
+    assert initial.trainable_critic("critic").config.rope_parameters == ROPE
+    command = ["--model-config", f"rope_parameters={json.dumps(ROPE)}", "use_cache=false"]
+    assert parse(ippo_llm.Args, command).model_config == {"rope_parameters": ROPE, "use_cache": False}
+
+
+@pytest.mark.parametrize("setting", BAD)
+def test_a_bad_setting_is_one_line(save, setting):
+    with pytest.raises(UserError, match=BAD[setting]) as error:
+        args = parse(ippo_llm.Args, ["--num-agents", "1", "--model", save(), "--model-config", setting])
+        models.load(args)[0].policy
+    assert "\n" not in str(error.value)
+
+
+def test_settings_that_have_no_effect_are_refused(base, tokenizer):
+    with pytest.raises(UserError, match="--model-config has no effect on a model that is loaded"):
+        make_team(base, tokenizer, model_config={"use_cache": True})
+    with pytest.raises(UserError, match="^model= is of no folder or hub name, .* give tokenizer= too$"):
+        models.load(ippo_llm.Args(num_agents=1), base)
+
+
+def test_a_loaded_model_reads_with_the_tokenizer_of_its_folder(tmp_path, tokenizer):
+    own = tokenizer.train_new_from_iterator(["Say a number. 1 2 3 4 5 6 7 8 9"] * 9, vocab_size=97)
+    own.save_pretrained(tmp_path)
+    tiny_base(vocab_size=len(own)).save_pretrained(tmp_path)
+    (initial,) = models.load(ippo_llm.Args(num_agents=1), AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert initial.tokenizer.get_vocab() == own.get_vocab() and initial.policy.name == str(tmp_path)
+
+
+@pytest.mark.parametrize("flags", [{"lora_rank": 0}, {}], ids=["whole", "adapters"])
+def test_data_types(tokenizer, save, flags):
+    """--dtype is of the weights, but adapters are float32; --mixed-precision changes no weight."""
+    flags = {"num_agents": 1, "model": (save(),), "lora_rank": 4, "use_separate_critic": True} | flags
+    for more, base_type in (({"dtype": "bfloat16"}, torch.bfloat16), ({"mixed_precision": "bf16"}, torch.float32)):
+        args = ippo_llm.Args(**flags, **more)
+        (initial,) = models.load(args)
+        agent = ippo_llm.Agent(0, initial, 1, args)
+        learning_type = base_type if args.lora_rank == 0 else torch.float32
+        for policy in (agent.actor, agent.critic):
+            assert {x.dtype for x in policy.parameters()} == {learning_type}
+            out = policy.read(IDS, ONES, ONES > 0)
+            (out.hidden_states if out.logits is None else out.logits).square().sum().backward()
+            assert policy.base.dtype == base_type and all(
+                x.grad.isfinite().all() for x in policy.parameters() if x.grad is not None
+            )
+        before = [x.clone() for x in agent.actor.parameters()]
+        agent.optimizers[0].step()
+        assert not all(map(torch.equal, before, agent.actor.parameters()))
+
+
+def test_a_quantized_base_learns_under_adapters(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    for size, value in (("hidden_size", 128), ("intermediate_size", 128), ("head_dim", 32)):
+        monkeypatch.setitem(architectures.SIZES, size, value)  # blocks of 64 are quantized together
+    architectures.save_model("llama", tmp_path / "model")
+    settings = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}}
+    agent = architectures.train(str(tmp_path / "model"), str(tmp_path / "run"), 4, model_config=settings)
+    projection = agent.actor.base.model.layers[0].self_attn.q_proj
+    assert type(projection.base_layer).__name__ == "Linear4bit"
+    assert architectures.weight_change(agent, None) > 1e-5
+
+
 # --- Refused ----------------------------------------------------------------------------------------------------------
-
-
-def critic_of(folder, **config):
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaModel(LlamaConfig(**({"vocab_size": 768} | small | config))).save_pretrained(folder)
-    return (str(folder),)
 
 
 def test_models_that_are_not_there_are_one_line(tmp_path, save):
