@@ -167,6 +167,7 @@ class Agent:
             models.adamw(critic_parameters, args.critic_learning_rate, args),
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
+        self.state = {"std": 0.0}  # of advantages
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -422,7 +423,8 @@ def learn(agent, rollout, args, generator):
     advantages, returns = gae(rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
-        advantages = (advantages - mean) / (std + 1e-8)
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
+        advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
     advantages = advantages.gather(1, start)  # each token has that of its action
 
     # 6. Optimiser steps

@@ -49,5 +49,5 @@ def expected(load, cars, turns):
     return total / len(WEIGHTS)
 
 
-def optimum(max_turns):
-    return expected(0, CARS, max_turns)
+def optimum(num_turns):
+    return expected(0, CARS, num_turns)

@@ -28,5 +28,5 @@ class Env:
         return observation, reward, self.turn == len(WORTH), False, {}
 
 
-def optimum(max_turns):
-    return sum(WORTH[:max_turns])
+def optimum(num_turns):
+    return sum(WORTH[:num_turns])

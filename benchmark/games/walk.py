@@ -35,7 +35,7 @@ class Env:
         return self.observation(), 0.0, False, False, {}
 
 
-def optimum(max_turns):
+def optimum(num_turns):
     pairs = list(itertools.permutations(SQUARES, 2))
-    turns = min(max_turns, MAX_TURNS)
+    turns = min(num_turns, MAX_TURNS)
     return sum(1 - max(0, abs(start - goal) - turns) / 8 for start, goal in pairs) / len(pairs)
