@@ -169,15 +169,16 @@ def deviation(numbers):
     return mean([(x - mean(numbers)) ** 2 for x in numbers]) ** 0.5
 
 
-def standardised(numbers, args):
+def standardised(numbers, args, earlier=0.0):
+    """Less their mean, divided by their deviation, which falls slowly where an `earlier` one was larger."""
     eps = getattr(args, "advantage_norm_eps", 1e-8)
-    return [(x - mean(numbers)) / (deviation(numbers) + eps) for x in numbers]
+    return [(x - mean(numbers)) / (max(deviation(numbers), 0.98 * earlier) + eps) for x in numbers]
 
 
 def reward_scale(learner, totals, args):
-    """What rewards are divided by, from what episodes earn: the deviation, which falls by 2 % an update at most."""
-    before = learner.state["std"] if hasattr(learner, "state") else 0.0
-    return max(deviation(totals), 0.98 * before) + args.reward_norm_eps
+    """What rewards are divided by, from what episodes earn; but in ppo_llm it falls slowly."""
+    earlier = 0.0 if isinstance(args, ppo_llm.Args) else learner.state["std"]
+    return max(deviation(totals), 0.98 * earlier) + args.reward_norm_eps
 
 
 def chunks(things, size):
@@ -242,7 +243,8 @@ class Targets:
             self.advantages.append(advantages)
             self.returns.append([a + float(value) for a, value in zip(advantages, values)])
         if args.advantage_normalization:
-            flat = iter(standardised(sum(self.advantages, []), args))
+            earlier = exact.learners[0].state["std"] if script is ppo_llm else 0.0
+            flat = iter(standardised(sum(self.advantages, []), args, earlier))
             self.advantages = [[next(flat) for _ in own] for own in self.advantages]
 
     def values(self, tokens, actions):
@@ -545,3 +547,27 @@ def test_losses_and_gradients_of_groups_are_those_of_a_loop(initials, monkeypatc
         loss = policy - args.entropy_coef * mean(entropy)
         assert assert_same(step.gradients, step.exact.gradients(loss)[0]) > 1e-3
     assert_same_metrics(metrics, parts)
+
+
+# --- Nothing to learn -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm], ids=lambda each: each.__name__)
+def test_a_rollout_in_which_all_earn_the_same_moves_no_actor(initials, tokenizer, script):
+    flags = {"num_generations": K} if script is magrpo_llm else {}
+    args = make_args(script, num_agents=2, entropy_coef=0.0, gamma=1.0, kl_coef=0.0, kl_loss_coef=0.0, **flags)
+    agents = [script.Agent(i, initial, 10, args) for i, initial in enumerate(initials(args))]
+    transcripts = make_transcripts(script, tokenizer, [[(5 + k, 0), (2, 1), (3, 0), (3, 2)] for k in range(10)])
+    for transcript in transcripts:
+        transcript.rewards = [
+            0.3 * (k in (len(transcript.ids) - 1, transcript.turns.index(1) + 1)) for k in range(len(transcript.ids))
+        ]
+    before = [parameter.clone() for agent in agents for parameter in agent.actor.parameters()]
+    rollouts = [script.Rollout(**models.pad_right(transcripts, agent)) for agent in agents]
+    if script is maac_llm:
+        maac_llm.learn(agents, maac_llm.Critic(initials(args)[0], 10, args), rollouts, args, seeded())
+    else:
+        for agent, rollout in zip(agents, rollouts):
+            script.learn(agent, rollout, args, seeded())
+    after = [parameter for agent in agents for parameter in agent.actor.parameters()]
+    assert max((x - y).abs().max().item() for x, y in zip(before, after)) == 0

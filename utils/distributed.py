@@ -205,11 +205,16 @@ def max(x):
 
 
 def mean_std(x, mask):
-    """Mean and standard deviation of x where the mask is 1, over all processes; 0 where it is nowhere 1."""
+    """Mean and standard deviation of x where the mask is 1, over all processes; 0 where it is nowhere 1.
+
+    They are computed in float64: where x is the same everywhere, that is exactly its mean, and no rounding is left that
+    an optimiser would take for a gradient.
+    """
+    wide, mask = x.double(), mask.double()
     count = sum(mask.sum()).clamp(min=1)
-    mean = sum((x * mask).sum()) / count
-    variance = sum(((x - mean) ** 2 * mask).sum()) / count
-    return mean, variance.sqrt()
+    mean = sum((wide * mask).sum()) / count
+    variance = sum(((wide - mean) ** 2 * mask).sum()) / count
+    return mean.to(x.dtype), variance.sqrt().to(x.dtype)
 
 
 def mean_by_name(numbers):
