@@ -21,8 +21,8 @@ utils.run.draw_curves = lambda *_: None  # takes longer than the rest of a short
 # Files of the short form: every script's oracles, learning, resume, bad input. Tests of all others are marked `rest`,
 # and so are those that make a fault and see that it is found.
 SHORT = """
-    adapters advantages algorithm architectures bad_input cache exact_gradients learning maac magrpo policy
-    ppo_advantages ppo_loss resume single_file starting_points task_number transcripts weights
+    adapters agents architectures bad_input cache exact_gradients learn learning not_finite play policy resume
+    single_file starting_points task_number transcripts weights
 """.split()
 
 
@@ -124,12 +124,12 @@ def in_tmp_path(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
-    """Makes the folder of a short run of a script that nothing happens to."""
+    """Makes the folder of a short run of a script, with some flags, that nothing happens to."""
 
     @functools.cache
-    def make(script):
+    def make(script, **flags):
         folder = tmp_path_factory.mktemp(script) / "run"
-        train(script, folder=folder)
+        train(script, folder=folder, **flags)
         return folder
 
     return make
