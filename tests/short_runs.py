@@ -21,27 +21,16 @@ from utils.same import timeless
 from utils.tasks import number
 
 # Three updates, each of one optimiser step an agent, and one call of reward_func.
-SMALL = {"train_size": 12, "rollout_buffer_size": 4, "num_train_epochs": 1, "num_agents": 2}
-TEAM = SMALL | {"mini_batch_size": 4, "max_new_tokens": 3, "eval_interval": 0}
-ADAPTERS = SMALL | {"batch_size": 4, "update_epochs": 1, "max_output_tokens": 3, "evaluation_interval": 0}
-ADAPTERS |= {"lora_rank": 4, "lora_alpha": 8.0}
-IN_ENV = {"num_agents": 1, "env": "made_up:Env", "max_turns": 2}  # other flags of ppo, to play in an environment
+TEAM = {"train_size": 12, "rollout_buffer_size": 4, "num_train_epochs": 1, "num_agents": 2, "mini_batch_size": 4}
+TEAM |= {"num_turns": 1, "max_new_tokens": 3, "eval_interval": 0}
 GROUPS = TEAM | {"num_generations": 4, "train_size": 3}  # items, of which each is answered four times
+ADAPTERS = TEAM | {"update_epochs": 1, "lora_rank": 4, "lora_alpha": 8.0}
+IN_ENV = {"num_agents": 1, "env": "made_up:Env", "num_turns": 2}  # other flags of ppo, to play in an environment
 FOUR_ITEMS = {"magrpo": {"rollout_buffer_size": 16, "train_size": 48}}  # so that an update has as many as the others'
 SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
 FLAGS = {"ippo": TEAM, "iac": TEAM, "maac": TEAM, "magrpo": GROUPS, "ppo": ADAPTERS}
-LOSSES = {  # what a mini-batch begins with
-    "ippo": "ippo_loss",
-    "iac": "iac_loss",
-    "maac": "maac_loss",
-    "magrpo": "magrpo_loss",
-    "ppo": "ppo_loss",
-}
 
-# In short, iac is left to the slow tests: it has most of its functions from ippo, to the letter.
-every_script = pytest.mark.parametrize(
-    "script", ["ippo", pytest.param("iac", marks=pytest.mark.slow), "maac", "magrpo", "ppo"]
-)
+every_script = pytest.mark.parametrize("script", SCRIPTS)
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------
@@ -71,6 +60,7 @@ def make_task(reward_func):
         train_dataset=number.train_dataset,
         eval_dataset=number.eval_dataset,
         formatters=number.formatters,
+        external_transition=number.external_transition,
         reward_func=reward_func,
     )
 
@@ -120,21 +110,6 @@ class Faulty:
 
 def return_none(items):
     """A fault that ends a run."""
-
-
-def break_calls(patch, place, name, calls, message):
-    """Let some calls of a function, numbered from 1, raise a RuntimeError; all calls."""
-    function = getattr(place, name)
-    seen = []
-
-    def broken(*values, **options):
-        seen.append(values)
-        if len(seen) in calls:
-            raise RuntimeError(message)
-        return function(*values, **options)
-
-    patch.setattr(place, name, broken)
-    return seen
 
 
 # --- What runs leave --------------------------------------------------------------------------------------------------

@@ -1,289 +1,324 @@
-"""--resume: which flags may differ, which run is meant, what it goes on from, and that it ends with the same bits."""
+"""--resume, --pause-at, --fork: a run goes on to the same bits, and what it can't go on from is one line."""
 
-import functools
-import itertools
 import json
 import os
+import random
 import shutil
+from pathlib import Path
 
+import numpy
 import pytest
-import safetensors.torch
-from processes import (
-    SCRIPTS,
-    assert_same,
-    command,
-    contents,
-    finish,
-    parse_resumed,
-    resume_here,
-    saved_steps,
-    start,
-)
+import torch
+from safetensors.torch import load_file, save_file
+from short_runs import FLAGS, SCRIPTS, Faulty, every_script, make_task, return_none, saved_state, small_model, train
 
-from utils.cli import UserError
-from utils.files import read_lines, read_rows
-from utils.same import timeless
+from utils.cli import TaskError, UserError, parse
+from utils.files import read_rows
+from utils.run.checkpoint import checkpoints
+from utils.same import compare, timeless
 
-CASE = "ippo head 1 number"
-
-
-def some_slow(*cases, fast=("ippo head 1 tldr", "ppo 2 tldr")):
-    """The cases, of which only some are fast."""
-    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+KEPT = {"save_interval": 1, "keep_checkpoints": 9}
+SECOND = "first/checkpoints/update_000002"
+FORMS = {
+    "ippo": ({}, {"use_separate_critic": True, "lora_rank": 2}),
+    "iac": ({"use_separate_critic": True}, {"lora_rank": 2}),
+    "maac": ({}, {"lora_rank": 2}),
+    "magrpo": ({}, {"lora_rank": 2}),
+    "ppo": ({"lora_rank": 0}, {"action_granularity": "turn", "update_epochs": 2}),
+}
+every_form = pytest.mark.parametrize("script, flags", [(name, form) for name in FORMS for form in FORMS[name]], ids=str)
 
 
-# --- Flags ------------------------------------------------------------------------------------------------------------
+def assert_same(one, other):
+    """Two runs measured, sampled and learned the same, to the bit."""
+    same = compare(one, other)
+    assert len(same) > 3 and [name for name in same if not same[name]] == []
 
 
-def test_flags_that_differ_are_all_named_before_anything_is_loaded(begun, monkeypatch):
-    monkeypatch.setattr(SCRIPTS["ippo_llm"], "build_agents", None)
-    folder = begun()
-    before = contents(folder)
-    flags = ["--seed", "9", "--gamma", "0.5", "--num-train-epochs", "1", "--keep-checkpoints", "7"]
+def contents(folder):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def config_of(folder):
+    return json.loads((Path(folder) / "config.json").read_text())
+
+
+# --- To the same bits -------------------------------------------------------------------------------------------------
+
+
+@every_form
+def test_a_paused_run_goes_on_to_the_same_bits(script, flags, undisturbed, capsys):
+    flags = flags | {"num_turns": 2, "eval_interval": 2, "eval_size": 2}
+    train(script, pause_at=2, save_interval=0, **flags)
+    goes_on = f"paused after update 2 of 3; go on with: python {script}_llm.py --resume run\nthe run is in run\n"
+    assert capsys.readouterr().out.endswith(goes_on) and len(timeless("run")) == 2
+    train(script, resume="run", **flags)
+    assert_same("run", undisturbed(script, **flags))
+
+
+@every_script
+def test_a_fork_with_nothing_changed_is_the_run_to_the_bit(script, undisturbed):
+    train(script, folder="first", pause_at=2, **KEPT)
+    before = contents("first")
+    train(script, folder="fork", fork="first/checkpoints/update_000001", **KEPT)
+    assert_same("fork", undisturbed(script))
+    assert contents("first") == before
+    fork = config_of("fork")["fork"]
+    assert fork == {"run": "first", "checkpoint": "update_000001", "step": 1, "changed": {}}
+
+
+def test_a_task_that_draws_from_any_generator_draws_the_same():
+    def draw(items):
+        drawn = random.random() + random.gauss(0, 1) + numpy.random.rand() + torch.rand(()).item()
+        return [drawn + random.random() for _ in items]
+
+    train("ippo", Faulty(draw, *range(9)), folder="whole")
+    train("ippo", Faulty(draw, *range(9)), pause_at=1)
+    torch.rand(3), numpy.random.rand(3), random.random()
+    train("ippo", Faulty(draw, *range(9)), resume="run")
+    assert_same("run", "whole")
+
+
+def test_a_run_that_has_ended_ends_again_with_the_same_bits(undisturbed):
+    train("ippo")
+    train("ippo", resume="run")
+    assert_same("run", undisturbed("ippo"))
+
+
+@every_script
+def test_a_run_that_failed_while_it_learned_goes_on_from_there(script, undisturbed, monkeypatch, capsys):
+    """The last step of the third update is not made; what was learned before it is saved."""
+    steps = []
+    step = torch.optim.AdamW.step
+    num_steps = len(run_and_count(script, monkeypatch))
+
+    def fail(self, *values):
+        steps.append(1)
+        if len(steps) == num_steps:
+            raise RuntimeError("a fault")
+        return step(self, *values)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="^a fault$"):
+        patch.setattr(torch.optim.AdamW, "step", fail)
+        train(script)
+    assert saved_state("run")["learning"] and saved_state("run")["step"] == 2
+    _, run = train(script, resume="run")
+    assert "2 of 3 updates are done, and some of the next" in capsys.readouterr().out
+    assert run.step == 3 and timeless("run")[:2] == timeless(undisturbed(script))[:2]
+
+
+def run_and_count(script, monkeypatch):
+    """What stands for each step of an optimiser in a whole run."""
+    steps = []
+    step = torch.optim.AdamW.step
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", lambda self, *values: steps.append(1) or step(self, *values))
+        train(script, folder="counted")
+    return steps
+
+
+# --- What may differ --------------------------------------------------------------------------------------------------
+
+
+def test_flags_that_differ_are_all_named_and_nothing_is_changed():
+    train("ippo", pause_at=1)
+    before = contents("run")
     with pytest.raises(UserError) as error:
-        resume_here("ippo_llm", folder, *flags)
+        train("ippo", resume="run", seed=9, gamma=0.5, num_train_epochs=1, keep_checkpoints=7, max_episodes=4)
     first, differing = str(error.value).split(": ", 1)
-    assert first == f"--resume {folder} goes on with that run's flags, and these differ"
-    assert sorted(differing.split("; ")) == [
-        "--gamma 1.0 there, 0.5 here",
-        "--num-train-epochs 2 there, 1 here",
-        "--seed 1 there, 9 here",
-    ]
-    assert error.value.exit_code == 2
-    assert contents(folder) == before
+    assert first == "--resume run goes on with that run's flags, and these differ"
+    named = ["--gamma 1.0 there, 0.5 here", "--max-episodes None there, 4 here", "--seed 1 there, 9 here"]
+    assert sorted(differing.split("; ")) == named and contents("run") == before
 
 
-def test_flags_that_are_not_given_are_those_of_the_run(begun):
-    folder = begun()
-    there = json.loads((folder / "config.json").read_text())["args"]
-    args = vars(parse_resumed("ippo_llm", folder, "--save-interval", "5"))
-    assert json.loads(json.dumps(args)) == there | {"resume": str(folder), "overwrite": False, "save_interval": 5}
-    assert there["train_size"] == 12 and there["save_interval"] == 1
-    assert isinstance(args["model"], tuple)
+def test_flags_that_are_not_given_are_those_of_the_run():
+    train("ippo", gamma=0.5, pause_at=1)
+    there = config_of("run")["args"]
+    args = vars(parse(SCRIPTS["ippo"].Args, ["--resume", "run", "--save-interval", "5"], script="ippo_llm"))
+    own = {"resume": "run", "overwrite": False, "save_interval": 5, "pause_at": None}
+    assert json.loads(json.dumps(args)) == there | own and args["gamma"] == 0.5
 
 
-def test_a_run_goes_on_in_its_own_folder_and_keeps_what_is_done(begun, tmp_path):
-    folder = begun()
-    before = contents(folder)
-    other = tmp_path / "other"
-    for flags, reason in (
-        (["--overwrite"], "keeps what is done, and --overwrite would not: give one of them"),
-        (["--output-dir", str(other)], f"goes on in that folder: leave out --output-dir {other}"),
-    ):
-        with pytest.raises(UserError, match=f"^--resume {folder} {reason}$"):
-            resume_here("ippo_llm", folder, *flags)
-    assert contents(folder) == before
-    assert not other.exists()
-    resume_here("ippo_llm", folder, "--output-dir", os.path.relpath(folder))
-
-
-def test_a_run_may_go_on_for_longer_and_be_saved_otherwise(begun):
-    folder = begun()
-    flags = ["--num-train-epochs", "3", "--save-interval", "2", "--keep-checkpoints", "3"]
-    _, run = resume_here("ippo_llm", folder, *flags)
+def test_a_run_may_go_on_for_longer_and_be_saved_otherwise():
+    train("ippo", **KEPT)
+    _, run = train("ippo", resume="run", num_train_epochs=3, save_interval=2, keep_checkpoints=3)
     assert len(run.rows) == run.step == 9
-    assert saved_steps(folder) == [6, 8, 9]
-    args = parse_resumed("ippo_llm", folder)
-    assert (args.num_train_epochs, args.save_interval, args.keep_checkpoints) == (3, 2, 3)
+    assert [path.name for path in checkpoints(Path("run/checkpoints"))] == [f"update_{k:06d}" for k in (6, 8, 9)]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"overwrite": True}, "^--resume run keeps what is done, and --overwrite would not: give one of them$"),
+        ({"output_dir": "other"}, "^--resume run goes on in that folder: leave out --output-dir other$"),
+    ],
+)
+def test_a_run_goes_on_in_its_own_folder(flags, message):
+    train("ippo", pause_at=1)
+    with pytest.raises(UserError, match=message):
+        train("ippo", resume="run", **flags)
+    assert not Path("other").exists() and read_rows(Path("run/metrics.csv"))
 
 
 # --- Which run --------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_no_run_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="^--resume takes a run's folder, or latest, and .*nothing has no config.json$"):
-        parse_resumed("ippo_llm", tmp_path / "nothing")
-    for content in ("", "{", "[]", "{}", '{"args": 3}'):
-        (tmp_path / "config.json").write_text(content)
-        with pytest.raises(UserError, match="^--resume: .*config.json can't be read: ") as error:
-            parse_resumed("ippo_llm", tmp_path)
-        assert "\n" not in str(error.value)
+def parse_resumed(script, name):
+    return parse(SCRIPTS[script].Args, ["--resume", name], script=f"{script}_llm").resume
 
 
-@pytest.mark.parametrize("name", ["iac_llm", "ppo_llm"])
-def test_a_run_of_another_script_is_one_line(name, begun):
-    with pytest.raises(UserError, match=r"^--resume: .* is a run of another script or version: .*ppo_epochs") as error:
-        parse_resumed(name, begun())
-    assert "\n" not in str(error.value)
-
-
-def test_a_run_of_a_copy_goes_on_with_the_copy(begun):
-    folder = begun()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"script": "/somewhere/mine.py"}))
-    before = contents(folder)
-    with pytest.raises(UserError, match=f"^--resume {folder} is a run of mine.py, and goes on with that script$"):
-        resume_here("ippo_llm", folder)
-    assert contents(folder) == before
-
-
-def test_the_latest_run_is_that_which_wrote_last(begun, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_latest_run_is_that_which_wrote_last():
     with pytest.raises(UserError, match="^--resume latest: there is no run of ippo_llm.py under runs/$"):
-        parse_resumed("ippo_llm", "latest")
-    runs = [begun(name=f"runs/{name}") for name in ("ippo_llm__z", "ippo_llm__a", "iac_llm__b")]
-    for seconds, run in enumerate(runs, 1_000_000_000):
-        for path in (run, *run.glob("*.*")):
+        parse_resumed("ippo", "latest")
+    train("ippo", folder="runs/ippo_llm__z", pause_at=1)
+    for name in ("ippo_llm__a", "iac_llm__b"):
+        shutil.copytree("runs/ippo_llm__z", f"runs/{name}")
+    for seconds, run in enumerate(("ippo_llm__z", "ippo_llm__a", "iac_llm__b"), 1_000_000_000):
+        for path in (Path("runs") / run, *(Path("runs") / run).glob("*.*")):
             os.utime(path, (seconds, seconds))
-    assert parse_resumed("ippo_llm", "latest").resume == "runs/ippo_llm__a"
-    (runs[0] / "metrics.csv").touch()
-    assert parse_resumed("ippo_llm", "latest").resume == "runs/ippo_llm__z"
-    _, run = resume_here("ippo_llm", "latest")
-    assert run.step == 6
-    assert (runs[0] / "agent_0").is_dir()
+    assert parse_resumed("ippo", "latest") == "runs/ippo_llm__a"
+    Path("runs/ippo_llm__z/metrics.csv").touch()
+    assert parse_resumed("ippo", "latest") == "runs/ippo_llm__z"
+
+
+def test_a_folder_that_is_no_run_is_one_line():
+    with pytest.raises(UserError, match="^--resume takes a run's folder, or latest, and nothing has no config.json$"):
+        parse_resumed("ippo", "nothing")
+    for content in ("", "{", "[]", "{}", '{"args": 3}'):
+        Path("config.json").write_text(content)
+        with pytest.raises(UserError, match="^--resume: config.json can't be read: [^\n]*$"):
+            parse_resumed("ippo", ".")
+
+
+def test_a_run_of_another_script_or_of_a_copy_is_one_line():
+    train("ippo", pause_at=1)
+    with pytest.raises(UserError, match="^--resume: run is a run of another script or version: [^\n]*$"):
+        parse_resumed("ppo", "run")
+    Path("run/config.json").write_text(json.dumps(config_of("run") | {"script": "/somewhere/mine.py"}))
+    with pytest.raises(UserError, match="^--resume run is a run of mine.py, and goes on with that script$"):
+        train("ippo", resume="run")
 
 
 # --- What it goes on from ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("agents", [[], ["agent_0", "agent_1"]], ids=["updates", "agents"])
-def test_a_run_without_checkpoints_that_has_learned_is_refused_and_kept(agents, begun):
-    folder = begun()
-    shutil.rmtree(folder / "checkpoints")
-    for name in agents:
-        (folder / name).mkdir()
-        (folder / name / "model.safetensors").touch()
-    before = contents(folder)
-    refused = start("ippo_llm", "--resume", folder).wait()
-    assert refused.exitcode == 2
-    there = ", ".join(["6 updates in metrics.csv", *agents])
-    line = f"--resume: {folder} has no checkpoint to go on from; it has {there}, which are kept; --output-dir {folder}"
-    assert refused.error == f"ippo_llm.py: error: {line} --overwrite begins anew\n"
-    assert contents(folder) == before | {".lock": b""}
+@pytest.mark.parametrize("agents", [(), ("agent_0", "agent_1")], ids=["updates", "agents"])
+def test_a_run_without_checkpoints_that_has_learned_is_refused_and_kept(agents):
+    train("ippo", pause_at=2)
+    for path in ("checkpoints", *{"agent_0", "agent_1"} - {*agents}):
+        shutil.rmtree(f"run/{path}")
+    before = contents("run")
+    there = ", ".join(["2 updates in metrics.csv", *agents])
+    with pytest.raises(UserError, match=f"^--resume: run has no checkpoint to go on from; it has {there}, which are"):
+        train("ippo", resume="run")
+    assert contents("run") == before
 
 
-def test_a_run_that_has_done_no_update_begins_anew(begun, whole):
-    folder = begun()
-    shutil.rmtree(folder / "checkpoints")
-    (folder / "metrics.csv").unlink()
-    assert "going on from" not in finish("ippo_llm", "--resume", folder).output
-    assert_same(folder, whole(CASE).folder)
+def test_a_run_that_has_done_no_update_begins_anew(undisturbed):
+    with pytest.raises(TaskError):
+        train("ippo", Faulty(return_none, 1))
+    assert not checkpoints(Path("run/checkpoints"))
+    train("ippo", resume="run")
+    assert_same("run", undisturbed("ippo"))
 
 
-def test_lines_that_were_half_written_are_left_out(begun, whole):
-    folder = begun()
+def test_lines_that_were_half_written_are_left_out(undisturbed):
+    train("ippo", pause_at=2)
     for name in ("metrics.csv", "samples.jsonl"):
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: content[:-1].rfind(b"\n") + 20])
-    finish("ippo_llm", "--resume", folder)
-    assert_same(folder, whole(CASE).folder)
+        with open(f"run/{name}", "ab") as file:
+            file.write('3,"größ'.encode()[:-1])
+    train("ippo", resume="run")
+    assert_same("run", undisturbed("ippo"))
 
 
-def test_a_run_that_has_ended_ends_again_with_the_same_bits(begun, whole):
-    folder = begun()
-    for _ in range(2):
-        finish("ippo_llm", "--resume", folder)
-        assert_same(folder, whole(CASE).folder)
+def test_metrics_that_lack_updates_are_one_line():
+    train("ippo", pause_at=2)
+    Path("run/metrics.csv").unlink()
+    with pytest.raises(UserError, match="^run/metrics.csv has 0 of the 2 updates that are done$"):
+        train("ippo", resume="run")
 
 
-def test_a_file_that_someone_else_put_beside_the_checkpoints_is_no_harm(begun):
-    folder = begun()
-    (folder / "checkpoints/.directory").write_text("a file manager's")
-    resume_here("ippo_llm", folder)
-    assert saved_steps(folder) == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_file_cut_off_anywhere_gives_its_whole_lines(begun):
-    """Also within a letter, or between the two ends of a line that csv writes."""
-    for name, read, head in (("metrics.csv", read_rows, 1), ("samples.jsonl", read_lines, 0)):
-        path = begun(name=name) / name
-        content = path.read_bytes()
-        if name == "samples.jsonl":
-            content += '{"text": "größer"}\n'.encode()
-        path.write_bytes(content)
-        rows = [repr(row) for row in read(path)]
-        for end in range(len(content)):
-            path.write_bytes(content[:end])
-            num_lines = max(0, content[:end].count(b"\n") - head)
-            complete = content[:end].endswith(b"\r") and end > content.find(b"\n")
-            assert [repr(row) for row in read(path)] in (rows[:num_lines], rows[: num_lines + complete])
-
-
-def test_metrics_that_lack_updates_are_one_line(begun):
-    folder = begun()
-    (folder / "metrics.csv").unlink()
-    with pytest.raises(UserError, match="^.*metrics.csv has 0 of the 3 updates that are done$"):
-        resume_here("ippo_llm", folder)
-
-
-def fail_while_learning(name, call):
-    """Let a script fail at some call of its optimizer_step, numbered from 1."""
-    optimizer_step = SCRIPTS[name].optimizer_step
-    numbers = itertools.count(1)
-
-    def fail(*values):
-        if next(numbers) == call:
-            raise RuntimeError("a fault")
-        return optimizer_step(*values)
-
-    SCRIPTS[name].optimizer_step = fail
-
-
-LENGTHS = """
-from utils.tasks.tldr import *
-def reward_func(*completions):
-    return [float(len("".join(texts)) % 7) for texts in zip(*completions)]
-"""
-FAILURES = {
-    "ippo head 1 tldr": 2 * 2 + 2,
-    "maac 2 tldr": 2 * 6 + 2,
-    "magrpo 2 tldr": 2 * 4 + 2,
-    "ppo 2 tldr": 2 * 8 + 3,
-}
-
-
-@pytest.mark.parametrize("case", some_slow(*FAILURES, fast=("ippo head 1 tldr", "maac 2 tldr", "ppo 2 tldr")))
-def test_a_run_that_failed_while_it_learned_goes_on_from_there(case, small_model, tmp_path):
-    """An agent has made a step of the third update; its samples are drawn once more, from what it is then."""
-    name, flags = command(case, small_model)
-    (tmp_path / "lengths.py").write_text(LENGTHS)
-    flags += ["--task", tmp_path / "lengths.py", "--output-dir"]
-    finish(name, *flags, tmp_path / "whole")
-    before = functools.partial(fail_while_learning, name, FAILURES[case])
-    process = start(name, *flags, tmp_path / "failed", before=before).wait()
-    assert process.exitcode == 1 and process.error.splitlines()[-1] == "RuntimeError: a fault"
-    resumed = finish(name, "--resume", tmp_path / "failed")
-    assert "2 of 6 updates are done, and some of the next" in resumed.output
-    rows, undisturbed = [timeless(path) for path in (tmp_path / "failed", tmp_path / "whole")]
-    assert len(rows) == 6
-    assert rows[:2] == undisturbed[:2] and rows[2] != undisturbed[2]
-
-
-@pytest.mark.parametrize("case", some_slow(CASE, "maac 2 tldr", "magrpo 2 tldr", "ppo guess", fast=(CASE, "ppo guess")))
-def test_a_model_that_has_changed_since_is_one_line(case, small_model, tmp_path):
-    model = shutil.copytree(small_model, tmp_path / "model")
-    folder = tmp_path / "run"
-    name, flags = command(case, str(model))
-    finish(name, *flags, "--output-dir", folder, "--save-interval", "1")
-    weights = safetensors.torch.load_file(model / "model.safetensors")
+@pytest.mark.parametrize("script, rank", [("ippo", 0), ("maac", 0), ("magrpo", 2), ("ppo", 2)])
+def test_a_model_that_has_changed_since_is_one_line(script, rank):
+    model, tokenizer = small_model()
+    for each in (model, tokenizer):
+        each.save_pretrained("model")
+    flags = FLAGS[script] | {"lora_rank": rank, "model": "model"}
+    task = make_task(lambda *texts, items: [1.0] * len(items))
+    SCRIPTS[script].main(SCRIPTS[script].Args(**flags, output_dir="run", pause_at=1), task)
+    weights = load_file("model/model.safetensors")
     weights["model.norm.weight"][0] += 0.5
-    safetensors.torch.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    before = contents(folder)
-    with pytest.raises(UserError, match="began with another model|is of the base .*: the weights differ$") as error:
-        resume_here(name, folder)
-    assert "\n" not in str(error.value)
-    assert contents(folder) == before
+    save_file(weights, "model/model.safetensors", metadata={"format": "pt"})
+    before = contents("run")
+    with pytest.raises(UserError, match="^[^\n]*(began with another model|is of the base)[^\n]*$"):
+        SCRIPTS[script].main(SCRIPTS[script].Args(**flags, resume="run"), task)
+    assert contents("run") == before
 
 
-# --- All random generators --------------------------------------------------------------------------------------------
-
-NOISY_TASK = """
-import random, numpy, torch
-from utils.tasks.tldr import *
-def reward_func(*completions):
-    return [random.random() + random.gauss(0, 1) + numpy.random.rand() + torch.rand(()).item() for _ in completions[0]]
-"""
+# --- Forks that differ ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", some_slow("ippo head 1 tldr", "maac 2 tldr", "magrpo 2 tldr", "ppo 2 tldr"))
-def test_a_task_that_draws_from_any_generator_draws_the_same(case, small_model, tmp_path):
-    name, flags = command(case, small_model)
-    folder = tmp_path / "run"
-    (tmp_path / "noisy.py").write_text(NOISY_TASK)
-    own = [*flags, "--task", tmp_path / "noisy.py", "--save-interval", "1", "--keep-checkpoints", "9"]
-    finish(name, *own, "--output-dir", folder)
-    shutil.copytree(folder, tmp_path / "whole")
-    for step in (4, 5, 6):
-        shutil.rmtree(folder / f"checkpoints/update_00000{step}")
-    assert "3 of 6 updates are done" in finish(name, "--resume", folder).output
-    assert_same(folder, tmp_path / "whole")
+@pytest.mark.parametrize("script, actor", [("ippo", "model"), ("ppo", "actor/adapter_model")])
+def test_a_fork_with_another_learning_rate_differs_from_there_on(script, actor):
+    train(script, folder="first", **KEPT)
+    train(script, folder="fork", fork=SECOND, actor_learning_rate=0.25)
+    assert timeless("fork")[:2] == timeless("first")[:2]
+    assert not compare("first", "fork")[f"agent_0/{actor}.safetensors"]
+    assert config_of("fork")["fork"]["changed"]["actor_learning_rate"][1] == 0.25
+
+
+def test_a_fork_of_another_seed_draws_other_numbers():
+    train("ippo", folder="first", **KEPT)
+    train("ippo", folder="other", fork=SECOND, seed=2)
+    assert timeless("first")[:2] == timeless("other")[:2] and timeless("first")[2] != timeless("other")[2]
+
+
+def test_a_fork_is_of_the_newest_checkpoint_that_is_whole():
+    train("ippo", folder="first", pause_at=2, **KEPT)
+    (Path(SECOND) / "agent_0/model.safetensors").write_bytes(b"")
+    _, run = train("ippo", folder="fork", fork="first")
+    assert config_of("fork")["fork"]["step"] == 1 and run.step == 3
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"num_agents": 3}, "^--fork first goes on with what that run has, and these differ: --num-agents 2 there, 3"),
+        ({"use_separate_critic": True}, "these differ: --use-separate-critic False there, True here$"),
+        ({"rollout_buffer_size": 8}, "these differ: --rollout-buffer-size 4 there, 8 here$"),
+        ({"fork": "nowhere"}, "^--fork takes a run's folder, or latest, and nowhere has no config.json$"),
+        ({"fork": "first/checkpoints/update_000007"}, "^first/checkpoints/update_000007 is not whole: "),
+        ({"output_dir": "first", "overwrite": True}, "^--fork first is the folder that the run would write; "),
+        ({}, "^--fork first has done 3 updates, and that is all by these flags: give a larger --max-episodes or "),
+    ],
+)
+def test_what_can_not_be_forked_is_one_line_and_nothing_is_lost(flags, message):
+    train("ippo", folder="first", **KEPT)
+    before = contents("first")
+    folder = flags.get("output_dir", "fork")
+    with pytest.raises(UserError, match=message):
+        train("ippo", folder=folder, **({"fork": "first"} | flags))
+    assert contents("first") == before and not Path("fork").exists()
+
+
+def test_a_fork_that_ended_before_its_first_update_goes_on_without_its_run(undisturbed, monkeypatch):
+    train("ippo", folder="first", pause_at=2, **KEPT)
+    with pytest.raises(TaskError):
+        train("ippo", Faulty(return_none, 1), folder="run", fork="first")
+    Path("first").rename("away")
+    train("ippo", resume="run", fork="first")
+    assert_same("run", undisturbed("ippo"))
+
+
+def test_a_fork_that_was_cut_off_while_it_was_made_is_made_again(undisturbed, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    train("ippo", folder="first", pause_at=2, **KEPT)
+    with monkeypatch.context() as patch:
+        patch.setattr("utils.run.fork.shutil.copytree", full)
+        with pytest.raises(UserError, match=f"^--fork: {SECOND} can't be copied: .*No space left"):
+            train("ippo", fork="first")
+    train("ippo", resume="run", fork="first")
+    assert_same("run", undisturbed("ippo"))
