@@ -1,0 +1,140 @@
+"""Tasks and games as TeamEnv plays them: what is read, what is earned, in which order players move."""
+
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import ippo_llm
+import ppo_llm
+from utils import tasks
+from utils.envs import grid, guess
+from utils.tasks import number, tldr
+
+
+def make_env(flags, items, script=ippo_llm, task=None):
+    args = script.Args(**flags)
+    task = tasks.load_task(task, args, default=script)
+    return getattr(task, "TeamEnv", script.TeamEnv)(task, items, args)
+
+
+def test_number_says_higher_or_lower_and_pays_the_closer_the_better():
+    item = number.train_dataset(1, 0)[0]
+    env = make_env({"task": "number", "num_turns": 2}, [item])
+    first = env.reset()
+    assert [*first[0]] == [0] and first[0][0] == number.formatters(item)
+    observations, rewards, truncated = env.step([{0: "1"}, {0: "1"}])
+    assert rewards[0] == rewards[1] and rewards[0][0] == number.reward_func(["1"], ["1"], items=[item])[0]
+    assert not truncated and all(message["role"] == "user" for message in observations[0][0])
+    observations, _, _ = env.step([{0: "2"}, {0: "2"}])
+    assert observations == [{}, {}]  # two turns are over
+
+
+def test_a_reward_of_each_agent_stays_its_own():
+    task = SimpleNamespace(
+        train_dataset=lambda size, seed: [{"prompt": "p"}] * size, reward_func=lambda a, b: [[1.0], [-1.0]]
+    )
+    env = make_env({}, [{"prompt": "p"}], task=task)
+    env.reset()
+    _, rewards, _ = env.step([{0: "a"}, {0: "b"}])
+    assert rewards == [{0: 1.0}, {0: -1.0}]
+
+
+def test_a_reward_is_processed_and_a_task_gets_what_it_names():
+    got = {}
+
+    def reward_func(first, second, items, prompts, turns, turn, num_turns):
+        got.update(items=items, prompts=prompts, turns=turns, turn=turn, num_turns=num_turns)
+        return [2.0]
+
+    task = SimpleNamespace(
+        train_dataset=lambda size, seed: [], reward_func=reward_func, reward_processor=lambda reward: 10 * reward
+    )
+    env = make_env({"num_turns": 3}, [{"prompt": "p"}], task=task)
+    env.reset()
+    _, rewards, _ = env.step([{0: "a"}, {0: "b"}])
+    assert rewards == [{0: 20.0}, {0: 20.0}]
+    assert got == {"items": [{"prompt": "p"}], "prompts": [["p"], ["p"]], "turns": [[["a"]], [["b"]]]} | {
+        "turn": 0,
+        "num_turns": 3,
+    }
+
+
+def test_a_game_ends_is_truncated_and_reads_its_last_observation():
+    class Game:
+        def reset(self, seed):
+            return f"game {seed}", {}
+
+        def step(self, answer):
+            return "after", 1.0, answer == "end", answer == "cut", {}
+
+    args = ppo_llm.Args(num_turns=2)
+    env = tasks.load_task(Game, args, default=ppo_llm)
+    env = env.TeamEnv(env, [{"seed": k} for k in range(3)], args)
+    assert [chat[0]["content"] for chat in env.reset()[0].values()] == ["game 0", "game 1", "game 2"]
+    observations, rewards, truncated = env.step([{0: "end", 1: "cut", 2: "on"}])
+    assert rewards == [{0: 1.0, 1: 1.0, 2: 1.0}] and truncated == {1} and observations[0].keys() == {1, 2}
+    observations, rewards, _ = env.step([{2: "on"}])
+    assert observations == [{}] and rewards == [{2: 1.0}] and not env.failed
+
+
+def test_guessing_the_middle_earns_the_optimum_on_average():
+    scores = []
+    for secret_seed in range(400):
+        env = ppo_llm.Env()
+        env.reset(secret_seed)
+        low, high, score, is_over = 1, 16, 0.0, False
+        while not is_over:
+            middle = (low + high) // 2
+            observation, reward, is_over, _, _ = env.step(str(middle))
+            score += reward
+            low, high = (middle + 1, high) if observation == "higher" else (low, middle - 1)
+        scores.append(score)
+    assert math.isclose(guess.optimum(6), 29 / 48)
+    assert abs(sum(scores) / len(scores) - 29 / 48) < 0.03
+
+
+def test_the_scripts_game_is_the_one_of_its_name():
+    rng = random.Random(1)
+    for seed in range(50):
+        here, there = ppo_llm.Env(), guess.Env()
+        assert here.reset(seed) == there.reset(seed)
+        is_over = False
+        while not is_over:
+            answer = str(rng.randint(0, 18)) if rng.random() < 0.9 else "what"
+            step = here.step(answer)
+            assert step[1:] == there.step(answer)[1:]
+            is_over = step[2]
+
+
+def test_the_default_task_is_tldr():
+    items = tldr.train_dataset(4, 1)
+    assert [*items] == [*ippo_llm.train_dataset(4, 1)]
+    texts = (["one two three four five six seven eight."] * 4, [f"{item['prompt']} Then more." for item in items])
+    assert ippo_llm.reward_func(*texts, items=items) == tldr.reward_func(*texts, items=items)
+    assert grid.Env().reset(seed=0)[0]
+
+
+def test_batches_are_passes_over_all_items():
+    args = ippo_llm.Args(rollout_buffer_size=4, num_generations=2, num_train_epochs=3)
+    batches = tasks.shuffled_batches([*range(5)], args)
+    assert len(batches) == 7 and all(batch[::2] == batch[1::2] for batch in batches)
+    seen = [item for update in range(len(batches)) for item in batches[update][::2]]
+    assert sorted(seen[:5]) == sorted(seen[5:10]) == [*range(5)] and seen[:5] != seen[5:10]
+    args = ippo_llm.Args(rollout_buffer_size=4, num_train_epochs=3, max_episodes=5)
+    assert len(tasks.shuffled_batches([*range(40)], args)) == 2
+
+
+def test_the_judge_of_the_page_reads_the_solvers_answer(tmp_path):
+    page = (Path(ippo_llm.__file__).parent / "docs/tasks.md").read_text()
+    source = page.partition("# judge.py")[2].partition("\n")[2].partition("```")[0]
+    assert source.count("\n") <= 40
+    (tmp_path / "judge.py").write_text(source)
+    items = [{"a": 2, "b": 3}, {"a": 4, "b": 5}]
+    env = make_env({"task": str(tmp_path / "judge.py"), "num_turns": 2}, items)
+    observations = env.reset()
+    assert observations[0].keys() == {0, 1} and observations[1] == {}
+    observations, rewards, _ = env.step([{0: "5", 1: "7"}, {}])
+    assert observations[0] == {} and "7" in observations[1][1][0]["content"] and rewards == [{}, {}]
+    observations, rewards, _ = env.step([{}, {0: "yes", 1: "yes"}])
+    assert not any(observations) and rewards == [{0: 1.0, 1: 0.0}, {0: 1.0, 1: 0.0}]
