@@ -1,7 +1,10 @@
-"""Caches: with room, the same to the bit as transformers' own; and of fixed size, for --static-cache."""
+"""Caches, with room and of fixed size (--static-cache), give what transformers' own give; and so does attention."""
+
+import math
 
 import pytest
 import torch
+from torch import nn
 
 import ippo_llm
 from benchmark import architectures
@@ -126,3 +129,71 @@ def test_it_has_no_effect_beside(flag):
     name = flag.replace("_", "-")
     with pytest.raises(UserError, match=f"--static-cache has no effect with --{name}|--{name} .*--static-cache"):
         check_needs(ippo_llm.Args(static_cache=True, **{flag: value}))
+
+
+# --- Attention: on a CPU in float32, whatever a model computes in; on a GPU keys that heads share are not copied -------
+
+SHAPE = (2, 3, 7, 8)  # rows, heads, tokens, head width
+
+
+def make_inputs(dtype):
+    """Query, key, value, and a mask that lets each token see those before it."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(SHAPE, generator=generator).to(dtype) for _ in range(3)]
+    return [*tensors, torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()]
+
+
+def attend_in_loops(query, key, value):
+    """Attention in float64, a token at a time: [rows, tokens, heads, head width]."""
+    output = torch.zeros(SHAPE, dtype=torch.float64)
+    for row in range(2):
+        for head in range(3):
+            for t in range(7):
+                scores = key[row, head, : t + 1].double() @ query[row, head, t].double() / math.sqrt(8)
+                output[row, head, t] = scores.softmax(0) @ value[row, head, : t + 1].double()
+    return output.transpose(1, 2)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_it_is_that_of_float64_but_for_rounding_once(autocast):
+    inputs = make_inputs(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output, _ = causal_lm.attend(nn.Module(), *inputs)
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, attend_in_loops(*inputs[:3]).to(torch.bfloat16))
+
+
+def test_autocast_does_not_round_what_comes_in_float32():
+    inputs = make_inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = causal_lm.attend(nn.Module(), *inputs)
+    torch.testing.assert_close(output.double(), attend_in_loops(*inputs[:3]), atol=1e-6, rtol=0)
+
+
+def test_a_model_attends_in_float32_and_multiplies_in_bfloat16(model, monkeypatch):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    types = []
+    causal_lm.prepare(model, "the model", mixed_precision="bf16")
+
+    def watched(query, key, value, *args, **kwargs):
+        types.append((query.dtype, key.dtype, value.dtype, torch.is_autocast_enabled("cpu")))
+        return attend(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    out = causal_lm.forward(model, torch.arange(12).view(2, 6))
+    assert out.logits.dtype == torch.bfloat16
+    assert set(types) == {(torch.float32, torch.float32, torch.float32, False)}
+
+
+def test_the_step_of_a_token_shares_keys_among_heads():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 6, 1, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, 7, 8, generator=generator, dtype=torch.float64)
+    mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    mask[1, ..., :3] = False
+    output = causal_lm.attend_in_groups(query, key, value, mask, scaling=0.5)
+    for row in range(2):
+        for head in range(6):
+            seen = mask[row, 0, 0]
+            scores = 0.5 * key[row, head // 3, seen] @ query[row, head, 0]
+            torch.testing.assert_close(output[row, 0, head], scores.softmax(0) @ value[row, head // 3, seen])
