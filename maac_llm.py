@@ -73,7 +73,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; steps after the first are off-policy, uncorrected
+    update_epochs: PositiveInt = 1  # passes over a rollout; all steps but the first are off-policy, uncorrected
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -194,7 +194,7 @@ class TeamEnv:
         rewards = self.task.reward_func(*completions, items=items, histories=histories)  # always N lists of floats
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
-            if len(history[0]) < 2 * self.args.num_turns:
+            if len(history[0]) < 2 * self.args.num_turns:  # it has a chat and an answer for each turn
                 chats = self.task.external_transition(item, [own[-1] for own in history], history=history)
                 if chats is not None:  # None: the episode ends
                     next_chats[b] = chats
@@ -292,6 +292,8 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
+            if not any(actions):
+                break
             observations, rewards, truncated = env.step(actions)
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():

@@ -214,7 +214,7 @@ class TeamEnv:
         rewards = self.task.reward_func(*completions, items=items, histories=histories)  # always N lists of floats
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
-            if len(history[0]) < 2 * self.args.num_turns:
+            if len(history[0]) < 2 * self.args.num_turns:  # it has a chat and an answer for each turn
                 chats = self.task.external_transition(item, [own[-1] for own in history], history=history)
                 if chats is not None:  # None: the episode ends
                     next_chats[b] = chats
@@ -312,6 +312,8 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
+            if not any(actions):
+                break
             observations, rewards, truncated = env.step(actions)
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
@@ -473,7 +475,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 7. Metrics: losses are means over the steps, the others are from before the update
+    # 7. Metrics: losses and entropy are means over the steps, grad_norm is the last, the rest from before the update
     losses = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     policy_loss, value_loss, entropy, kl_loss, clip_fraction = losses
     metrics = {

@@ -21,8 +21,7 @@ utils.run.draw_curves = lambda *_: None  # takes longer than the rest of a short
 # Files of the short form: every script's oracles, learning, resume, bad input. Tests of all others are marked `rest`,
 # and so are those that make a fault and see that it is found.
 SHORT = """
-    adapters agents architectures bad_input cache exact_gradients learn learning not_finite play policy resume
-    single_file starting_points task_number transcripts weights
+    bad_input cli exact_gradients learn learning play resume single_file survives tasks
 """.split()
 
 
@@ -89,7 +88,7 @@ def small_model(shared_folder, tokenizer):
 
 @pytest.fixture(scope="session")
 def whole(shared_folder, small_model):
-    """Makes a run that nothing stops, of a command: its `folder`, and its `pace` in seconds an update."""
+    """Makes the folder of a run that nothing stops, of a command."""
 
     def make(case, *more, model=small_model):
         return make_whole(shared_folder, case, model, *more)
@@ -101,8 +100,8 @@ def whole(shared_folder, small_model):
 def begun(whole, tmp_path):
     """Makes the folder of a run that has done three of its six updates."""
 
-    def make(case="ippo head 1 number", name="run"):
-        return copy_begun(whole(case).folder, tmp_path / name)
+    def make(case="ippo", name="run"):
+        return copy_begun(whole(case), tmp_path / name)
 
     return make
 
