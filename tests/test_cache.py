@@ -131,7 +131,7 @@ def test_it_has_no_effect_beside(flag):
         check_needs(ippo_llm.Args(static_cache=True, **{flag: value}))
 
 
-# --- Attention: on a CPU in float32; on a GPU without copies of keys that heads share ----------------------------------
+# --- Attention: on a CPU in float32; on a GPU without copies of keys that heads share ---------------------------------
 
 SHAPE = (2, 3, 7, 8)  # rows, heads, tokens, head width
 
