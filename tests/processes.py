@@ -14,7 +14,6 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -26,8 +25,7 @@ import maac_llm
 import magrpo_llm
 import ppo_llm
 import utils.run
-from utils.cli import command_line, parse
-from utils.files import read_rows
+from utils.cli import command_line
 from utils.run import checkpoint
 from utils.same import compare
 
@@ -170,33 +168,17 @@ def finish_two(name, *flags, before=(None, None), seconds=120):
 
 # --- Commands ---------------------------------------------------------------------------------------------------------
 
-SIX_UPDATES = "--train-size 12 --num-train-epochs 2 --rollout-buffer-size 4"
-TEAM = f"{SIX_UPDATES} --mini-batch-size 2 --eval-size 2 --eval-interval 3"
-ADAPTERS = f"{SIX_UPDATES} --batch-size 2 --evaluation-interval 3 --eval-loop 2"
-TASKS = {"tldr": "--max-new-tokens 8", "number": "--task number --num-turns 3 --max-new-tokens 4"}
-ON_TASK = f"{ADAPTERS} --num-agents 2 --eval-size 2"
-GROUPS = "--train-size 3 --num-generations"  # of one item an update
+SIX_UPDATES = "--train-size 12 --num-train-epochs 2 --rollout-buffer-size 4 --mini-batch-size 2"
+HELD_OUT = "--eval-size 2 --eval-interval 3"
+NUMBER = "--task number --num-turns 3 --max-new-tokens 4"
 COMMANDS = {
-    "maac 2 tldr": ("maac_llm", f"{TEAM} {TASKS['tldr']}"),
-    "maac 2 number": ("maac_llm", f"{TEAM} {TASKS['number']} --critic-type q"),
-    "magrpo 2 tldr": ("magrpo_llm", f"{TEAM} {TASKS['tldr']} {GROUPS} 4"),
-    "magrpo 2 number": ("magrpo_llm", f"{TEAM} {TASKS['number']} {GROUPS} 2 --rollout-buffer-size 8"),
-    "ppo guess": ("ppo_llm", ADAPTERS),
-    "ppo 2 tldr": ("ppo_llm", f"{ON_TASK} --task tldr --max-output-tokens 8"),
-    "ppo 2 number": ("ppo_llm", f"{ON_TASK} --task number --max-turns 3 --max-output-tokens 4"),
+    "ippo": ("ippo_llm", f"{SIX_UPDATES} {HELD_OUT} {NUMBER} --num-agents 1"),
+    "iac": ("iac_llm", f"{SIX_UPDATES} {HELD_OUT} --max-new-tokens 8 --use-separate-critic --lora-rank 2"),
+    "maac": ("maac_llm", f"{SIX_UPDATES} {HELD_OUT} {NUMBER} --lora-rank 2"),
+    "magrpo": ("magrpo_llm", f"{SIX_UPDATES} {HELD_OUT} {NUMBER} --train-size 3 --num-generations 4"),
+    "ppo": ("ppo_llm", f"{SIX_UPDATES} {HELD_OUT} --max-new-tokens 4"),
 }
-
-
-def add_team_commands():
-    """`ippo critic 2 tldr`, `iac head 1 number` and the like."""
-    for script, critic, agents, task in itertools.product(("ippo", "iac"), ("critic", "head"), (1, 2), TASKS):
-        flags = f"{TEAM} {TASKS[task]} --num-agents {agents}"
-        if critic == "critic":
-            flags += " --use-separate-critic"
-        COMMANDS[f"{script} {critic} {agents} {task}"] = (f"{script}_llm", flags)
-
-
-add_team_commands()
+STEPS = {"ippo": 4, "iac": 8, "maac": 6, "magrpo": 4, "ppo": 8}  # of optimisers in an update
 
 
 def command(case, model):
@@ -217,18 +199,14 @@ def alone(path):
 
 
 def make_whole(folder, case, model, *more):
-    """A run that nothing stops, with all of its six checkpoints, made once in that folder: `folder`, and `pace`.
-
-    `pace` are the seconds that an update takes.
-    """
+    """The folder of a run that nothing stops, with all of its six checkpoints, made once."""
     name, flags = command(case, model)
     run = folder / " ".join([case, Path(model).name, *more]).replace(" ", "_")
     with alone(run.with_name(run.name + ".lock")):
         if not (run / "agent_0").exists():
             own = ["--output-dir", run, "--overwrite", "--save-interval", 1, "--keep-checkpoints", 9]
             finish(name, *flags, *more, *own)
-    last = read_rows(run / "metrics.csv")[-1]
-    return SimpleNamespace(folder=run, pace=sum(last[column] for column in last if column.startswith("time/")))
+    return run
 
 
 def copy_begun(whole, folder):
@@ -237,16 +215,6 @@ def copy_begun(whole, folder):
     for path in (*folder.glob("agent_*"), *folder.glob("critic")):
         shutil.rmtree(path)
     return folder
-
-
-def parse_resumed(name, folder, *flags):
-    """What main takes to go on with a run, from the command line."""
-    return parse(SCRIPTS[name].Args, ["--resume", str(folder), *flags], script=name)
-
-
-def resume_here(name, folder, *flags):
-    """Go on with a run in this process."""
-    return SCRIPTS[name].main(parse_resumed(name, folder, *flags))
 
 
 # --- What runs leave --------------------------------------------------------------------------------------------------
