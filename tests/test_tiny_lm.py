@@ -4,10 +4,10 @@ import ast
 from pathlib import Path
 
 import pytest
-from helpers import TINY, make_agent, make_args, seeded
+from helpers import TINY
 
-from ippo_llm import sample
-from utils import make_tiny_lm
+import ippo_llm
+from utils import distributed, make_tiny_lm, models
 from utils.files import WriteError
 from utils.make_tiny_lm import collate, encode, held_out_loss, make_tokenizer
 from utils.tasks.made_text import games, posts, programs
@@ -36,10 +36,11 @@ def test_frequent_words_are_one_token_each(tokenizer):
 
 def test_its_summaries_are_sentences_of_varied_length(loaded_model, tokenizer):
     chats = [formatters(item, 0) for item in eval_dataset(64, 0)]
-    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    args = make_args(max_new_tokens=64)
-    rollout = sample(make_agent(args, loaded_model, tokenizer), prompts, args, seeded())
-    texts = [text for (text,) in rollout.responses]
+    args = ippo_llm.Args(num_agents=1, max_new_tokens=64)
+    agent = ippo_llm.Agent(0, models.load(args)[0], 1, args)
+    contexts = [models.encode(chat, [], agent) for chat in chats]
+    answers = ippo_llm.generate(agent, contexts, args, distributed.generator(0))
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     counts = sorted(len(text.split()) for text in texts)
     assert counts[6] <= 10 and counts[-7] >= 30
     assert sum(text[0].isupper() and text[-1] in ".?" for text in texts) >= 60
