@@ -11,12 +11,12 @@ from processes import alone, copy_begun, make_whole
 from short_runs import train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import utils.run
+import utils.run.log
 from utils.tasks import tldr
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, one thread each, and so do the processes that they start
 torch.set_num_threads(1)
-utils.run.draw_curves = lambda *_: None  # takes longer than the rest of a short run; helpers.with_curves draws them
+utils.run.log.draw_curves = lambda *_: None  # takes longer than the rest of a short run
 
 # Files of the short form: every script's oracles, learning, resume, bad input. Tests of all others are marked `rest`,
 # and so are those that make a fault and see that it is found.

@@ -24,7 +24,7 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-import utils.run
+import utils.run.log
 from utils.cli import command_line
 from utils.run import checkpoint
 from utils.same import compare
@@ -105,7 +105,7 @@ def with_streams(paths, work, arguments):
 
 def run_script(name, flags, before=None):
     """Work for a process: a script, as if from the command line. `before` is called first."""
-    utils.run.draw_curves = lambda *_: None  # takes longer than all the rest
+    utils.run.log.draw_curves = lambda *_: None  # takes longer than all the rest
     sys.argv = [f"{name}.py", *map(str, flags)]
     if before:
         before()

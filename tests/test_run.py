@@ -1,0 +1,375 @@
+"""A run as its user sees it: what is in its folder, how it ends, what it gives back, and what it logs elsewhere."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+import wandb
+from helpers import read_metrics
+from matplotlib.image import imread
+from processes import ROOT, assert_same
+from safetensors.torch import load_file
+from short_runs import SCRIPTS, Faulty, assert_one_line, every_script, return_none, reward_length, small_model, train
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from utils.cli import TaskError, UserError
+from utils.files import lock, read_lines
+from utils.run import failures, folder, report
+from utils.same import timeless
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+# --- What is in the folder --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of three updates with curves, its agents, and its folder."""
+    path = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("utils.run.log.draw_curves", report.draw_curves)
+        agents, run = train("ippo", folder=path, eval_interval=2, eval_size=4, use_separate_critic=True)
+    return SimpleNamespace(agents=agents, run=run, folder=path)
+
+
+def test_the_configuration_is_kept(finished):
+    config = json.loads((finished.folder / "config.json").read_text())
+    assert config["args"] == json.loads(json.dumps(vars(finished.run.args)))
+    assert config["script"] == str(ROOT / "ippo_llm.py") and config["num_updates"] == 3
+    assert config["versions"]["torch"] == torch.__version__ and "git_commit" in config
+
+
+def test_samples_are_what_was_scored(finished):
+    samples = read_lines(finished.folder / "samples.jsonl")
+    assert [sample["update"] for sample in samples] == [1, 1, 2, 2, 3, 3]
+    for sample in samples:
+        (reward,) = reward_length(*[[text] for text in sample["completions"]], items=[sample["item"]])
+        assert sample["reward"] == pytest.approx(reward, abs=1e-6)
+
+
+def test_metrics_are_of_each_update(finished):
+    rows = read_metrics(finished.folder)
+    assert [row["global_step"] for row in rows] == ["4", "8", "12"]
+    assert [float(row["epoch"]) for row in rows] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert [bool(row["eval/reward_mean"]) for row in rows] == [True, True, True]  # the first, every other, the last
+    assert [float(row["reward_mean"]) for row in rows] == pytest.approx(
+        [row["reward_mean"] for row in finished.run.rows]
+    )
+
+
+def test_curves_are_drawn(finished):
+    assert imread(finished.folder / "curves.png").shape[:2] == (650, 1200)
+
+
+def test_agents_are_saved_as_they_are(finished):
+    for i, agent in enumerate(finished.agents):
+        path = finished.folder / f"agent_{i}"
+        assert AutoTokenizer.from_pretrained(path).chat_template == agent.tokenizer.chat_template
+        pairs = [(AutoModelForCausalLM.from_pretrained(path).state_dict(), agent.actor.model)]
+        pairs.append((AutoModel.from_pretrained(path / "critic").state_dict(), agent.critic.model))
+        pairs.append((load_file(path / "value_head.safetensors"), agent.value_head))
+        for saved, module in pairs:
+            assert saved.keys() == module.state_dict().keys()
+            assert all(torch.equal(saved[name], x) for name, x in module.state_dict().items())
+
+
+def test_adapters_are_saved_as_peft_has_them():
+    agents, _ = train("ppo")
+    model, _ = small_model()
+    ids = torch.arange(10, 20)[None]
+    for i, agent in enumerate(agents):
+        opened = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_config(model.config), f"run/agent_{i}/actor")
+        opened.get_base_model().load_state_dict(model.state_dict(), strict=False)
+        own = peft.get_peft_model_state_dict(agent.actor.model, adapter_name=agent.actor.adapter)
+        saved = load_file(f"run/agent_{i}/actor/adapter_model.safetensors")
+        assert own.keys() == saved.keys() and all(torch.equal(x, own[name]) for name, x in saved.items())
+        assert opened(ids).logits.isfinite().all()
+
+
+def test_no_pickle_and_nothing_half_written_is_left(finished):
+    assert not {path.suffix for path in finished.folder.rglob("*")} & {".bin", ".pt", ".pkl", ".pth", ".writing"}
+
+
+def test_a_run_ends_with_its_last_samples_and_where_the_time_went(capsys):
+    train("ippo", train_size=4)
+    shown = capsys.readouterr().out
+    assert "agent 1:" in shown and "where the time went" in shown and shown.endswith("the run is in run\n")
+
+
+@pytest.mark.parametrize(
+    "rewards, held_out, end",
+    [
+        ([0.0, 2.0], [0.5, 1.5], "0.000 at first, 2.000 over the last tenth of updates; eval.*1.500 in the end"),
+        ([1.0, 1.0], [None, None], "1.000 over the last tenth of updates: every episode earned the same"),
+    ],
+)
+def test_the_last_line_says_what_was_earned(rewards, held_out, end):
+    rows = [{"reward_mean": x, "reward_std": 0.0, "eval/reward_mean": y} for x, y in zip(rewards, held_out)]
+    assert re.search(f"{end}$", report.outcome(rows, 2, None))
+
+
+def test_evaluating_or_not_does_not_change_what_is_learned():
+    for name, interval in (("a", 1), ("b", 0)):
+        train("ippo", folder=name, eval_interval=interval, eval_size=3)
+    with_evaluations, without = timeless("a"), timeless("b")
+    assert all(row["eval/reward_mean"] for row in with_evaluations)
+    assert [row | {"eval/reward_mean": ""} for row in with_evaluations] == without
+
+
+# --- Which folder -----------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_run_is_kept_unless_it_is_to_be_replaced():
+    train("ippo", train_size=4)
+    before = Path("run/metrics.csv").read_bytes()
+    with pytest.raises(UserError, match="--output-dir takes a folder without a run in it; run has one"):
+        train("ippo", train_size=4)
+    assert Path("run/metrics.csv").read_bytes() == before
+    Path("run/mine.txt").write_text("notes")
+    train("ippo", train_size=8, save_interval=1, overwrite=True)
+    assert len(read_metrics("run")) == 2 and Path("run/mine.txt").read_text() == "notes"
+    assert {path.name for path in Path("run/checkpoints").iterdir()} == {"update_000001", "update_000002"}
+
+
+@pytest.mark.parametrize("task, name", [(None, "ippo_llm__3__"), ("some/task.py", "ippo_llm__task__3__")])
+def test_a_run_without_a_folder_is_named_after_script_task_seed_and_time(task, name):
+    args = SCRIPTS["ippo"].Args(seed=3, task=task)
+    assert re.fullmatch(rf"runs/{name}\d{{8}}-\d{{6}}", str(folder.run_folder(args, "ippo_llm.py")))
+
+
+def test_the_commit_is_marked_where_code_differs(tmp_path, monkeypatch):
+    def git(*words):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    (tmp_path / "utils").mkdir()
+    for name in ("script.py", "page.md", "utils/folder.py"):
+        (tmp_path / name).write_text("1")
+    monkeypatch.setattr(folder, "__file__", str(tmp_path / "utils" / "folder.py"))
+    git("init")
+    git("add", "-A")
+    git("commit", "-m", "x")
+    commit = git("rev-parse", "HEAD").strip()
+    (tmp_path / "page.md").write_text("2")
+    assert folder.git_commit() == commit
+    (tmp_path / "script.py").write_text("2")
+    assert folder.git_commit() == commit + "+"
+
+
+# --- How it ends ------------------------------------------------------------------------------------------------------
+
+
+@every_script
+def test_a_task_that_fails_ends_the_run_in_a_line_with_what_was_learned(script, undisturbed):
+    with pytest.raises(TaskError, match="^reward_func returned None") as error:
+        train(script, Faulty(return_none, 3))
+    assert_one_line(error, 1)
+    assert len(read_metrics("run")) == 2 and Path("run/agent_1").is_dir()
+    train(script, resume="run")
+    assert_same(Path("run"), undisturbed(script))
+
+
+def test_the_keyboard_ends_a_run_with_what_was_learned():
+    def interrupt(items):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train("ippo", Faulty(interrupt, 2))
+    assert len(read_metrics("run")) == 1 and AutoModelForCausalLM.from_pretrained("run/agent_1")
+
+
+@pytest.mark.parametrize(
+    "flags, phases, message",
+    [
+        (
+            {},
+            ["learn"],
+            "out of memory in learning: --micro-batch-size 8 takes less; go on with: it --micro-batch-size 8",
+        ),
+        ({"micro_batch_size": 1}, ["learn"], "out of memory in learning, with --micro-batch-size 1"),
+        ({}, ["play"], "out of memory in playing: --hf-generate-chunk-size 32 takes less"),
+        (
+            {"hf_generate_chunk_size": 6},
+            ["evaluate"],
+            "out of memory in evaluation: --hf-generate-chunk-size 3 takes less",
+        ),
+        ({}, ["log, save"], "out of memory"),
+    ],
+)
+def test_out_of_memory_names_the_flag_that_takes_less(flags, phases, message):
+    args = SCRIPTS["ippo"].Args(**flags)
+    error = failures.explain(torch.OutOfMemoryError(), args, phases, "go on with: it" if phases == ["learn"] else None)
+    assert str(error) == message
+
+
+def test_memory_that_runs_out_while_it_learns_names_the_flag(monkeypatch):
+    def exhaust(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(SCRIPTS["ippo"], "gae", exhaust)
+    with pytest.raises(UserError, match="^out of memory in learning: --micro-batch-size 2 takes less$"):
+        train("ippo")
+
+
+# --- What it gives back -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_signals_the_folder_and_torchs_algorithms_are_given_back(fails):
+    def handler(*_):
+        pass
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    seen = []
+
+    def watch(*completions, items):
+        seen.append([signal.getsignal(number) is handler for number in numbers])
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        with pytest.raises(UserError, match="another run is under way in run"):
+            lock(Path("run"))
+        return None if fails else [0.5] * len(items)
+
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        if fails:
+            with pytest.raises(TaskError):
+                train("ippo", watch, train_size=4, deterministic=True)
+        else:
+            train("ippo", watch, train_size=4, deterministic=True)
+        assert [signal.getsignal(number) for number in numbers] == [handler, handler]
+    finally:
+        for number, previous in zip(numbers, before):
+            signal.signal(number, previous)
+    assert seen == [[False, False], True] and not torch.are_deterministic_algorithms_enabled()
+    lock(Path("run")).close()
+
+
+def test_an_operation_that_is_not_deterministic_is_named(monkeypatch):
+    """torch has no deterministic put_."""
+    gae = SCRIPTS["ippo"].gae
+
+    def put(*values):
+        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+        return gae(*values)
+
+    monkeypatch.setattr(SCRIPTS["ippo"], "gae", put)
+    with pytest.raises(UserError, match="^--deterministic: put_.* does not have a deterministic implementation"):
+        train("ippo", deterministic=True)
+
+
+def test_cublas_is_told_to_be_deterministic_before_a_model_is_on_a_gpu(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen = []
+
+    def build(*_):
+        seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        raise UserError("enough")
+
+    monkeypatch.setattr(SCRIPTS["ippo"], "Agent", build)
+    for deterministic in (False, True):
+        with pytest.raises(UserError, match="enough"):
+            train("ippo", deterministic=deterministic)
+    assert seen == [None, ":4096:8"]
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+
+
+# --- Weights & Biases -------------------------------------------------------------------------------------------------
+
+
+class Logger:
+    """A run of Weights & Biases that is not sent anywhere; some calls of log, numbered from 1, fail."""
+
+    def __init__(self, failing=()):
+        self.id = "made-up"
+        self.failing = failing
+        self.calls = []
+        self.exit_codes = []
+
+    def log(self, values, step=None):
+        self.calls.append((step, values))
+        if len(self.calls) in self.failing:
+            raise wandb.errors.CommError("the line\nis dead")
+
+    def finish(self, exit_code):
+        self.exit_codes.append(exit_code)
+
+
+def stub_wandb(monkeypatch, logger, failing=()):
+    """Let wandb.init give a logger, or fail in some modes; its arguments, call by call."""
+    calls = []
+
+    def init(**options):
+        calls.append(options)
+        if options["mode"] in failing:
+            raise wandb.errors.CommError("no\nnetwork")
+        return logger
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "Table", lambda **table: table)
+    return calls
+
+
+def test_weights_and_biases_out_of_reach_is_logged_to_offline(monkeypatch, undisturbed, capsys):
+    logger = Logger()
+    calls = stub_wandb(monkeypatch, logger, failing=[None])
+    train("ippo", track=True)
+    assert [options["mode"] for options in calls] == [None, "offline"]
+    line = "--track: Weights & Biases does not start (no network); logging offline, for wandb sync"
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+    assert [step for step, _ in logger.calls] == [4, 8, 12, None] and logger.exit_codes == [0]
+    *rows, last = [values for _, values in logger.calls]
+    assert [f"{row['reward_mean']:.9g}" for row in rows] == [row["reward_mean"] for row in read_metrics("run")]
+    assert last["samples"]["columns"] == ["global_step", "item", "agent_0", "agent_1", "reward"]
+    assert len(last["samples"]["data"]) == 6
+    assert_same(Path("run"), undisturbed("ippo"))
+
+
+@pytest.mark.parametrize(
+    "logger, failing, line",
+    [
+        (None, [None, "offline"], "does not start (no network); the run goes on without it"),
+        (
+            Logger(failing=range(2, 99)),
+            [],
+            "--track: Weights & Biases fails (the line is dead); the run goes on without",
+        ),
+    ],
+)
+def test_a_run_goes_on_without_weights_and_biases(logger, failing, line, monkeypatch, undisturbed, capsys):
+    stub_wandb(monkeypatch, logger, failing)
+    train("ippo", track=True)
+    assert capsys.readouterr().out.count(line) == 1
+    assert logger is None or (len(logger.calls), len(logger.exit_codes)) == (2, 1)
+    assert_same(Path("run"), undisturbed("ippo"))
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_weights_and_biases(monkeypatch):
+    calls = stub_wandb(monkeypatch, Logger())
+    with pytest.raises(TaskError):
+        train("ippo", Faulty(return_none, 2), track=True)
+    second = Logger()
+    more = stub_wandb(monkeypatch, second)
+    train("ippo", track=True, resume="run")
+    assert [(each["id"], each["resume"]) for each in calls + more] == [(None, None), ("made-up", "allow")]
+    assert [step for step, _ in second.calls] == [8, 12, None]
+
+
+def test_the_real_weights_and_biases_takes_rows_and_samples_offline_into_the_run_or_elsewhere(monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train("ippo", track=True, pause_at=1)
+    train("ippo", track=True, resume="run")
+    assert len([*Path("run/wandb").glob("offline-run-*/*.wandb")]) == 2
+    Path("elsewhere").mkdir()
+    monkeypatch.setenv("WANDB_DIR", "elsewhere")
+    train("ippo", track=True, folder="other", pause_at=1)
+    assert len([*Path("elsewhere/wandb").glob("offline-run-*/*.wandb")]) == 1 and not Path("other/wandb").exists()
+    assert "--track" not in capsys.readouterr().out
