@@ -1,5 +1,7 @@
 """What a user can get wrong ends with one line that names it, before anything is written."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +57,10 @@ def test_a_wrong_value_is_refused(case):
 
 
 TOGETHER = {
+    "critic": ({"critic_value_head_hidden_dim": 7}, "--critic-value-head-hidden-dim has no effect without --use-sep"),
+    "head": ({"value_head_hidden_dim": 7, "use_separate_critic": True}, "--value-head-hidden-dim has no effect where"),
+    "shortest": ({"min_output_tokens": 4}, "--min-output-tokens takes at most --max-new-tokens, 3, got 4"),
+    "alpha": ({"lora_alpha": 3.0}, "--lora-alpha has no effect without --lora-rank"),
     "task and env": ({"task": "number", "env": "guess"}, "--env guess and --task number are two things to train on"),
     "no task": ({"task": "nothing"}, "--task takes arxiv, build"),
     "no file": ({"task": "nothing.py"}, "there is no file nothing.py"),
@@ -92,6 +98,9 @@ def item_task(**functions):
     return SimpleNamespace(**(own | functions))
 
 
+QUIZ = re.search(r"```python\n(# quiz\.py: .*?)```", (ROOT / "docs/tasks.md").read_text(), flags=re.S)[1]
+
+
 def fail(*_, **__):
     raise ValueError("what happened")
 
@@ -107,6 +116,9 @@ TASKS = {
     "formatters": ({"formatters": [len]}, "has 1 formatters for 2 agents"),
     "no function": ({"reward_func": 5}, "reward_func is not a function but 5"),
     "transition": ({"external_transition": lambda item: ["a"]}, "it takes a list of 2 prompts, or None"),
+    "half a character": ({"formatters": lambda item: "\ud800"}, "gave no prompt for item, .*: UnicodeEncodeError"),
+    "metrics": ({"metrics_callback": fail}, "^metrics_callback raised ValueError: what happened"),
+    "a name of ours": ({"metrics_callback": lambda rollouts: {"kl": 1}}, "returned kl, which a run has of its own"),
     "data": ({"train_dataset": fail}, "train_dataset of .* failed: ValueError: what happened"),
     "slow": ({"reward_func": lambda *texts: __import__("time").sleep(9)}, "no answer within --reward-timeout"),
 }
@@ -115,7 +127,9 @@ TASKS = {
 @pytest.mark.parametrize("case", TASKS)
 def test_what_a_task_does_wrong_is_said_in_a_line(tmp_path, small, case):
     functions, message = TASKS[case]
-    args = ippo_llm.Args(**SMALL, num_turns=2, output_dir=str(tmp_path / "run"), reward_timeout=2.0)
+    args = ippo_llm.Args(
+        **SMALL, num_turns=2, output_dir=str(tmp_path / "run"), reward_timeout=0.3 if case == "slow" else None
+    )
     with pytest.raises(UserError, match=message) as failure:
         ippo_llm.main(args, task=item_task(**functions), **small)
     assert "\n" not in str(failure.value)
@@ -162,8 +176,82 @@ def test_what_a_game_does_wrong_is_said_in_a_line(tmp_path, small, case):
         ppo_llm.main(args, task=broken, **small)
 
 
+class Players:
+    """Two players, of whom the first moves; `returned` is what step returns in place of something right."""
+
+    returned = {}
+
+    def __init__(self, task, items, args):
+        self.first = {b: "Begin." for b in range(len(items))}
+
+    def reset(self):
+        return self.returned.get("reset", [self.first, {}])
+
+    def step(self, actions):
+        observations, rewards, cut_short = [{}, {}], [{b: 1.0 for b in actions[0]}, {}], set()
+        return (
+            self.returned.get("observations", observations),
+            self.returned.get("rewards", rewards),
+            self.returned.get("cut_short", cut_short),
+        )
+
+
+PLAYERS = {
+    "one dict": ({"reset": [{}]}, "reset of .* returned observations .*; it takes a dict for each of 2 agents"),
+    "no chat": ({"reset": [{0: 5}, {}]}, "agent 0 observes episode 0, of .* a prompt is a string, or a list of mess"),
+    "an episode": ({"observations": [{4: "a"}, {}]}, "returned observations of 4; it takes one of 4 episodes, from 0"),
+    "a reward of none": ({"rewards": [{"a": 1.0}, {}]}, "returned rewards of 'a'; it takes one of 4 episodes, from 0"),
+    "a text": ({"rewards": [{0: "a"}, {}]}, "returned the reward 'a' of agent 0 in episode 0; it takes a number"),
+    "cut": ({"cut_short": {9}}, "returned cut_short of 9; it takes one of 4 episodes, from 0"),
+}
+
+
+@pytest.mark.parametrize("case", PLAYERS)
+def test_what_an_environment_of_players_does_wrong_is_said_in_a_line(tmp_path, small, case):
+    returned, message = PLAYERS[case]
+    module = SimpleNamespace(TeamEnv=type("Broken", (Players,), {"returned": returned}))
+    args = ippo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=message):
+        ippo_llm.main(args, task=module, **small)
+
+
+def test_a_seat_that_never_acts_does_not_stop_the_others(tmp_path, small):
+    args = ippo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"), num_train_epochs=1)
+    _, run = ippo_llm.main(args, task=SimpleNamespace(TeamEnv=Players), **small)
+    assert [row["reward_mean"] for row in run.rows] == [0.5, 0.5]
+
+
+def test_data_that_can_not_be_read_are_one_line(tmp_path, small):
+    (tmp_path / "quiz.py").write_text(QUIZ)
+    rows = {"ok": '{"question": "1", "answer": "1"}\n' * 12, "empty": "", "column": '{"question": "1"}\n' * 12}
+    rows |= {"damaged": '{"question": "a"}\n{]', "few": '{"question": "1", "answer": "1"}\n' * 3}
+    messages = {
+        "empty": "empty.jsonl can't be loaded: it has no rows",
+        "column": "has a row without answer, which --task",
+    }
+    messages |= {"damaged": "damaged.jsonl can't be loaded: ArrowInvalid", "few": "has 3 items; an update takes 4"}
+    for name, text in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+        flags = {"task": str(tmp_path / "quiz.py"), "dataset": str(tmp_path / f"{name}.jsonl")}
+        args = ippo_llm.Args(**SMALL, **flags, output_dir=str(tmp_path / "run"), num_train_epochs=1)
+        if name == "ok":
+            assert len(ippo_llm.main(args, **small)[1].rows) == 2
+            continue
+        with pytest.raises(UserError, match=messages[name]):
+            args.output_dir = str(tmp_path / name)
+            ippo_llm.main(args, **small)
+        assert not (tmp_path / name).exists()
+
+
 def test_a_command_ends_with_one_line_and_exit_code_2():
     command = [sys.executable, str(ROOT / "ippo_llm.py"), "--gama", "1"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert result.stderr.startswith("ippo_llm.py: error: ") and result.stderr.count("\n") == 1
+
+
+def test_a_value_that_is_none_is_one_line_in_a_terminal_without_utf_8():
+    command = [sys.executable, str(ROOT / "ippo_llm.py"), "--seed", "x"]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    text = "ippo_llm.py: error: Error parsing --seed: invalid literal for int() with base 10: 'x'\n"
+    assert result.returncode == 2 and result.stderr == text

@@ -254,6 +254,7 @@ def guarded(TeamEnv, label):
     class GuardedEnv:
         def __init__(self, task, items, args):
             self.num_agents = args.num_agents
+            self.episodes = range(len(items))
             self.timeout = args.reward_timeout
             with self.guard("__init__"):
                 self.env = TeamEnv(task, items, args)
@@ -273,7 +274,9 @@ def guarded(TeamEnv, label):
             names = ("observations", "rewards", "cut_short")
             observations, rewards, cut_short = check_length(result, f"step of {label}", names)
             with self.guard("step"):
-                return self.check_observations(observations, "step"), self.check_rewards(rewards), set(cut_short)
+                cut_short = set(cut_short)
+                self.check_episodes(cut_short, "step", "cut_short")
+                return self.check_observations(observations, "step"), self.check_rewards(rewards), cut_short
 
         def check_observations(self, observations, method):
             for i, own in enumerate(self.check(observations, method, "observations")):
@@ -295,7 +298,15 @@ def guarded(TeamEnv, label):
             if not right or not all(isinstance(own, dict) for own in dicts):
                 takes = f"a dict for each of {self.num_agents} agents"
                 raise TaskError(f"{method} of {label} returned {what} {one_line(repr(dicts), 80)}; it takes {takes}")
+            for own in dicts:
+                self.check_episodes(own, method, what)
             return dicts
+
+        def check_episodes(self, episodes, method, what):
+            for b in episodes:
+                if b not in self.episodes:
+                    takes = f"one of {len(self.episodes)} episodes, from 0"
+                    raise TaskError(f"{method} of {label} returned {what} of {one_line(repr(b), 80)}; it takes {takes}")
 
         @contextlib.contextmanager
         def guard(self, method):

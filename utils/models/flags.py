@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from utils.cli import Settings, UserError, flags, needs, not_with
+from utils.cli import Settings, UserError, flag_name, flags, needs, not_with
 from utils.models import engine, lora, stages
 
 
@@ -68,11 +68,15 @@ class ModelArgs(LoadingArgs, LoraArgs, OptimizerArgs):
         """Raise UserError for flags that do not go together."""
         engine.check_vllm_args(self)
         if not lora.is_wanted(self):
-            for name in ("lora_target_modules", "load_checkpoint", "save_base"):
-                if getattr(self, name):
-                    raise UserError(f"--{name.replace('_', '-')} has no effect without --lora-rank")
+            default = type(self)()
+            for name in ("lora_alpha", "lora_dropout", "lora_target_modules", "load_checkpoint", "save_base"):
+                if getattr(self, name) != getattr(default, name):
+                    raise UserError(f"{flag_name(name)} has no effect without --lora-rank")
             return
         stages.check_stage(self)
+
+
+OF_CRITIC_MODELS = ("critic_model_name_or_path", "critic_value_head_hidden_dim")
 
 
 @flags
@@ -84,6 +88,15 @@ class CriticArgs:
     critic_model_config: Settings = needs("critic_model_name_or_path", default=dict)
     critic_value_head_hidden_dim: PositiveInt | None = None  # hidden units of a separate critic's head; none: linear
     value_head_hidden_dim: PositiveInt | None = None  # hidden units of the value head on an actor; none: linear
+
+    def check(self):
+        """Raise UserError for a flag of critics that the agents don't have."""
+        has_models = getattr(self, "use_separate_critic", True)  # a critic of the whole team is a model
+        absent = ("value_head_hidden_dim",) if has_models else OF_CRITIC_MODELS
+        for name in absent:
+            if getattr(self, name):
+                where = "where critics are models of their own" if has_models else "without --use-separate-critic"
+                raise UserError(f"{flag_name(name)} has no effect {where}")
 
 
 @flags
@@ -97,3 +110,9 @@ class SamplingArgs:
     hf_generate_chunk_size: PositiveInt | None = not_with("use_vllm", default=None)
     use_vllm: bool = False  # sample with vLLM, an engine in each process; see docs/many_devices.md
     vllm_config: Settings = needs("use_vllm", default=dict)  # settings of vLLM's engine, JSON values by name
+
+    def check(self):
+        """Raise UserError for an answer that is to be longer than it may be."""
+        if self.min_output_tokens > self.max_new_tokens:
+            most = f"at most --max-new-tokens, {self.max_new_tokens}"
+            raise UserError(f"--min-output-tokens takes {most}, got {self.min_output_tokens}")

@@ -218,10 +218,10 @@ class Run:
         """
         seconds = self.lap()
         with clock.timed("log, save"):
+            row = self.row(self.step + 1, items, rollouts, metrics, critic_metrics, seconds)
             self.step += 1
             self.is_learning = False
             self.random = distributed.gather_objects(random_state(self.generator))
-            row = self.row(items, rollouts, metrics, critic_metrics, seconds)
             row[EVAL_REWARD] = None if eval_reward is None or math.isnan(eval_reward) else float(eval_reward)
             if distributed.is_main():
                 with writing(self.folder):
@@ -239,16 +239,16 @@ class Run:
             stopped = f"stopped by {signal.Signals(number).name} after update {self.step} of {self.num_updates}"
             raise Stopped(f"{stopped}; {self.how_to_go_on()}", number)
 
-    def row(self, items, rollouts, metrics, critic_metrics, seconds):
-        """The row of metrics.csv, {name: number or None}."""
+    def row(self, step, items, rollouts, metrics, critic_metrics, seconds):
+        """The row of metrics.csv after so many updates, {name: number or None}. Raises TaskError."""
         metrics = team_metrics(rollouts, self.args.num_turns > 1) | agent_metrics(metrics, critic_metrics)
         extra = self.task.extra_metrics(rollouts, items)
         taken = extra.keys() & {*COLUMNS, *metrics}
         if taken:
             raise TaskError(f"metrics_callback returned {', '.join(sorted(taken))}, which a run has of its own")
         row = {
-            "global_step": self.step * self.args.rollout_buffer_size,
-            "epoch": self.step * self.batches.items_per_update / self.batches.num_items,
+            "global_step": step * self.args.rollout_buffer_size,
+            "epoch": step * self.batches.items_per_update / self.batches.num_items,
             **distributed.mean_by_name(metrics | extra),
             **{f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES},
         }

@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 
 from utils import envs
-from utils.cli import UserError, describe, one_line
+from utils.cli import TaskError, UserError, describe, one_line
 from utils.distributed import say
 from utils.models.policy import UNLIMITED
 from utils.models.transcripts import encode
@@ -123,7 +123,8 @@ def load_splits(name):
         return datasets.load_dataset(name)
     except Exception as error:
         cause = error.__cause__ or error  # where a row can't be read, the error itself does not say why
-        raise UserError(f"--dataset {name} can't be loaded: {type(cause).__name__}: {one_line(cause)}") from error
+        reason = "it has no rows" if isinstance(cause, StopIteration) else f"{type(cause).__name__}: {one_line(cause)}"
+        raise UserError(f"--dataset {name} can't be loaded: {reason}") from error
 
 
 def split_rows(splits, eval_size, seed):
@@ -192,10 +193,13 @@ class Reader:
 
 
 def find_fits(task, items, initials, limits):
-    """The numbers of the items of which no agent's first prompt is too long."""
+    """The numbers of the items of which no agent's first prompt is too long. Raises UserError."""
     fits = []
     for k, item in enumerate(items):
-        lengths = [len(encode(task.formatters(item, i), [], initial)) for i, initial in enumerate(initials)]
+        try:
+            lengths = [len(encode(task.formatters(item, i), [], initial)) for i, initial in enumerate(initials)]
+        except TaskError as error:
+            raise UserError(str(error)) from error  # there is no run yet
         if all(length <= limit for length, limit in zip(lengths, limits)):
             fits.append(k)
     return fits
