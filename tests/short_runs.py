@@ -24,7 +24,7 @@ from utils.tasks import number
 TEAM = {"train_size": 12, "rollout_buffer_size": 4, "num_train_epochs": 1, "num_agents": 2, "mini_batch_size": 4}
 TEAM |= {"num_turns": 1, "max_new_tokens": 3, "eval_interval": 0}
 GROUPS = TEAM | {"num_generations": 4, "train_size": 3}  # items, of which each is answered four times
-ADAPTERS = TEAM | {"update_epochs": 1, "lora_rank": 4, "lora_alpha": 8.0}
+ADAPTERS = TEAM | {"update_epochs": 1, "lora_rank": 4}
 IN_ENV = {"num_agents": 1, "env": "made_up:Env", "num_turns": 2}  # other flags of ppo, to play in an environment
 FOUR_ITEMS = {"magrpo": {"rollout_buffer_size": 16, "train_size": 48}}  # so that an update has as many as the others'
 SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}

@@ -1,8 +1,6 @@
 """Two processes are one run: they learn what one does, sharded or whole, and go on to the same bits.
 
-Means and gradients are those of all their episodes.
-
-All episodes of an update are in one mini-batch, and answers are greedy: so one process and two learn the same.
+In the runs that are compared all episodes of an update are in one mini-batch, and answers are greedy.
 """
 
 import copy

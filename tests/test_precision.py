@@ -1,0 +1,39 @@
+"""bfloat16: in the weights, in the forward passes, in both."""
+
+import pytest
+import torch
+from short_runs import FLAGS, SCRIPTS, make_task, reward_length, train
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ippo", {"use_separate_critic": True}),
+        ("iac", {"lora_rank": 2}),
+        ("maac", {}),
+        ("magrpo", {}),
+        ("ppo", {"lora_rank": 0}),
+    ],
+)
+def test_weights_of_bfloat16_learn(script, flags, mixed_precision, small_model):
+    flags = FLAGS[script] | {"dtype": "bfloat16", "mixed_precision": mixed_precision, "model": small_model} | flags
+    agents, run = SCRIPTS[script].main(SCRIPTS[script].Args(**flags, output_dir="run"), make_task(reward_length))
+    for agent in agents[:2]:
+        assert {x.dtype for name, x in agent.actor.base.named_parameters() if "lora" not in name} == {torch.bfloat16}
+    norms = [row[name] for row in run.rows for name in row if name.endswith("/grad_norm")]
+    assert len(norms) >= 6 and 0 < min(norms) and max(norms) < float("inf")
+
+
+@pytest.mark.parametrize("flags", [{}, {"lora_rank": 2}], ids=str)
+def test_autocast_leaves_the_weights_in_float32_and_computes_in_bfloat16(flags):
+    rows = []
+    for precision in ("no", "bf16"):
+        flags |= {"mixed_precision": precision, "do_sample": False}
+        agents, run = train("ippo", folder=precision, **flags)
+        assert {x.dtype for x in agents[0].actor.model.parameters()} == {torch.float32}
+        rows.append(run.rows[0])
+    one, other = [[row[f"agent_{i}/{name}"] for i in range(2) for name in ("entropy", "grad_norm")] for row in rows]
+    assert one != other and other == pytest.approx(one, rel=0.2)
