@@ -15,6 +15,8 @@ def make_args(script=ippo_llm, **flags):
     small = {"num_agents": 2, "model": "some/base", "lora_rank": 4, "lora_alpha": 8.0, "use_separate_critic": True}
     if "lora_config" in flags:
         del small["lora_rank"], small["lora_alpha"]
+    if flags.get("lora_rank") == 0:
+        del small["lora_alpha"]
     known = script.Args.__dataclass_fields__
     return script.Args(**{name: value for name, value in (small | flags).items() if name in known})
 
