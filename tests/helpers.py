@@ -1,51 +1,14 @@
-"""What several tests need: small models, curves, metrics."""
+"""What several tests need: small models, metrics."""
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import ippo_llm
 from utils.models.loading import locate
 
 TINY = str(Path(locate("utils/tiny_lm")).resolve())
-
-
-def make_args(tmp_path=None, script=ippo_llm, **flags):
-    """Args of a run of ippo_llm or iac_llm that takes seconds."""
-    small = {
-        "rollout_buffer_size": 8,
-        "mini_batch_size": 4,
-        "train_size": 40,
-        "num_train_epochs": 1,
-        "eval_size": 4,
-        "eval_interval": 3,
-        "max_new_tokens": 24,
-        "output_dir": str(tmp_path / "run") if tmp_path else None,
-    }
-    return script.Args(**(small | flags))
-
-
-def make_agent(args, model, tokenizer, critic="head", seed=0, script=ippo_llm):
-    """An agent of ippo_llm or iac_llm whose values are not 0; `critic` is head or separate."""
-    model.mixed_precision = model.base_model.mixed_precision = args.mixed_precision
-    args = replace(args, use_separate_critic=critic == "separate")
-    return randomise_value_head(script.Agent(0, model, tokenizer, 10, args), seed)
-
-
-def randomise_value_head(agent, seed=0):
-    """A new value head gives 0 everywhere; this one does not."""
-    generator = seeded(seed)
-    with torch.no_grad():
-        for parameter in agent.value_head.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return agent
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def build_model(tokenizer, **settings):
