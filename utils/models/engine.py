@@ -26,7 +26,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from utils import distributed
 from utils.cli import UserError, one_line
 from utils.models import adapters
-from utils.models.sharding import whole_models
 from utils.models.tensors import fingerprint, is_of_adapter, plain
 
 ENVIRONMENT = {  # variables of vLLM, where the user has not set them
@@ -100,11 +99,12 @@ engines = {}  # of this process; they stay, as one that ends leaves the group of
 
 
 def hand_over(agent, agents, args):
-    """Give vLLM an agent's weights of now, or those of its adapters. Raises UserError."""
+    """Give vLLM an agent's weights of now, which are whole, or those of its adapters. Raises UserError."""
     actor = agent.actor
     if actor.adapter is None:
         longest = args.max_prompt_length and args.num_turns == 1 and args.max_prompt_length + args.max_new_tokens
         agent.engine = find_engine(actor.model, args, longest or None)
+        agent.engine.owner = None  # whatever it has is old
         return
     same_base = [each for each in agents if each.actor.model is actor.model]
     adapters.unmerge(actor.model)
@@ -162,8 +162,7 @@ def find_engine(model, args, longest=None, rank=None, num_adapters=0):
     shape = config.to_dict() | {"_name_or_path": None}
     key = json.dumps([shape, settings, base], sort_keys=True, default=str)
     if key not in engines:
-        with whole_models([model]):
-            engines[key] = Engine(model, config, settings)
+        engines[key] = Engine(model, config, settings)
     return engines[key]
 
 
@@ -173,7 +172,7 @@ class Engine:
     def __init__(self, model, config, settings):
         self.vllm = load_vllm()
         self.device = model.device
-        self.version = None  # of the weights that it has
+        self.owner = None  # the model whose weights it has
         self.adapters = []  # names of those that it has
         self.folder = memory_folder()
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
@@ -193,13 +192,10 @@ class Engine:
     @torch.no_grad()
     def hand_over(self, actor):
         """Give the engine a model's weights. Raises UserError where it then does not compute what the model does."""
-        version = (id(actor.model), sum(parameter._version for parameter in actor.model.parameters()))
-        if version == self.version:
-            return
-        with whole_models([actor.model]):
+        if self.owner is not actor.model:
             self.load_weights(actor.model)
             self.check(actor)
-        self.version = version
+            self.owner = actor.model
 
     @torch.no_grad()
     def hand_over_adapter(self, i, actor):

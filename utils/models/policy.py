@@ -280,17 +280,16 @@ def load(args, model=None, tokenizer=None):
 def sampling(agents, args):
     """Within it the agents sample: sharded weights are whole, weights are cast once, and vLLM has those of now."""
     models = list({id(agent.actor.base): agent.actor.base for agent in agents}.values())
-    if args.use_vllm:
-        for agent in agents:
-            engine.hand_over(agent, agents, args)
-        yield
-        return
     for agent in agents:
         if agent.actor.to_be_sharded:
             agent.actor.shard()
     with sharding.whole_models(models), contextlib.ExitStack() as stack:
-        for model in models[:1]:
-            stack.enter_context(causal_lm.autocast(model))
+        if args.use_vllm:
+            for agent in agents:
+                engine.hand_over(agent, agents, args)
+        else:
+            for model in models[:1]:
+                stack.enter_context(causal_lm.autocast(model))
         yield
 
 
