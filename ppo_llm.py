@@ -84,7 +84,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     gamma: Fraction = 1.0  # discount factor, from action to action
     gae_lambda: Fraction = 0.95
     reward_normalization: bool = False  # divide rewards by the standard deviation of what episodes earn
-    reward_norm_eps: PositiveFloat = 1e-3  # added to that standard deviation
+    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
     advantage_normalization: bool = True  # standardise advantages over the rollout's actions
 
     # Optimisation
