@@ -74,7 +74,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     reward_normalization: bool = True  # divide rewards by the standard deviation of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
     kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the normalised reward
-    advantage_normalization: bool = True  # standardise advantages over the rollout's tokens
+    advantage_normalization: bool = True  # standardise advantages over the rollout
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
@@ -322,6 +322,8 @@ def policy_forward(policy, rollout, rows, args):
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], where=sampled)
     log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
     logprobs = log_pi.gather(-1, rollout.ids[rows][sampled][:, None]).squeeze(-1)
+    if not args.entropy_coef:
+        log_pi = log_pi.detach()  # the entropy is a metric only
     entropy = -(log_pi.exp() * log_pi).sum(-1)
     return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled), out.hidden_states
 
@@ -330,8 +332,7 @@ def critic_forward(agent, rollout, rows, hidden_states):
     """V(h_t) [b, S], by a critic model, or by a head on the actor, whose gradient then trains the actor too."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
-        out = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], where=sampled)
-        hidden_states = out.hidden_states
+        hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], where=sampled).hidden_states
     return models.unflatten(agent.value_head(hidden_states), sampled)
 
 
@@ -359,8 +360,7 @@ def learn(agent, rollout, args, generator):
     # 1. Rewards, in standard deviations of what an episode earns
     rewards = rollout.rewards
     if args.reward_normalization:
-        has_acted = mask.amax(1)  # [B] 0 where the agent did not act at all
-        _, std = distributed.mean_std(rewards.sum(1), has_acted)
+        _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
         rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
 
@@ -465,9 +465,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             items = distributed.share(batches[update])  # of one process; --num-generations of an item are neighbours
             rollouts = play(agents, task, items, args, generator)
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
-            eval_reward = None
-            if run.is_due(update, args.eval_interval):
-                eval_reward = evaluate(agents, task, eval_items, args)
+            eval_reward = evaluate(agents, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
             run.log(items, rollouts, metrics, eval_reward)
     return agents, run
 

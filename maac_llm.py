@@ -43,7 +43,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @flags
-class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
+class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
 
     seed: NonNegativeInt = 1  # the same seed gives the same run
@@ -69,7 +69,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     reward_normalization: bool = True  # divide rewards by the standard deviation of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
     kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the normalised reward
-    advantage_normalization: bool = True  # standardise advantages over the rollout's turns
+    advantage_normalization: bool = True  # standardise advantages over the rollout
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
@@ -318,6 +318,8 @@ def policy_forward(policy, rollout, rows, args):
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], where=sampled)
     log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
     logprobs = log_pi.gather(-1, rollout.ids[rows][sampled][:, None]).squeeze(-1)
+    if not args.entropy_coef:
+        log_pi = log_pi.detach()  # the entropy is a metric only
     entropy = -(log_pi.exp() * log_pi).sum(-1)
     return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled)
 
@@ -466,9 +468,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             items = distributed.share(batches[update])  # of one process; --num-generations of an item are neighbours
             rollouts = play(agents, task, items, args, generator)
             metrics, critic_metrics = learn(agents, critic, rollouts, args, generator)
-            eval_reward = None
-            if run.is_due(update, args.eval_interval):
-                eval_reward = evaluate(agents, task, eval_items, args)
+            eval_reward = evaluate(agents, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
             run.log(items, rollouts, metrics, eval_reward, critic_metrics)
     return [*agents, critic], run
 

@@ -305,6 +305,8 @@ def policy_forward(policy, rollout, rows, args):
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], where=sampled)
     log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
     logprobs = log_pi.gather(-1, rollout.ids[rows][sampled][:, None]).squeeze(-1)
+    if not args.entropy_coef:
+        log_pi = log_pi.detach()  # the entropy is a metric only
     entropy = -(log_pi.exp() * log_pi).sum(-1)
     return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled)
 
@@ -425,9 +427,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             items = distributed.share(batches[update])  # of one process; --num-generations of an item are neighbours
             rollouts = play(agents, task, items, args, generator)
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
-            eval_reward = None
-            if run.is_due(update, args.eval_interval):
-                eval_reward = evaluate(agents, task, eval_items, args)
+            eval_reward = evaluate(agents, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
             run.log(items, rollouts, metrics, eval_reward)
     return agents, run
 

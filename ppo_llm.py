@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import command_line, flags, needs
+from utils.cli import command_line, flags, needs, not_with
 from utils.clock import timed
 from utils.envs.guess import guess_value, optimum  # noqa: F401  the optimum is drawn beside the curve
 from utils.run import FolderArgs, Run
@@ -75,11 +75,11 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
     # Advantages
-    action_granularity: Literal["token", "turn", "auto"] = (
-        "token"  # what is an action; auto: turns, if there are several
-    )
-    turn_value_reduction: Literal["first_value", "mean", "final_value"] = (
-        "first_value"  # V of a turn, from its tokens' V
+    # what is an action; auto: a turn, if there may be several
+    action_granularity: Literal["token", "turn", "auto"] = "token"
+    # V of a turn, from its tokens' V
+    turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(
+        "action_granularity=token", default="first_value"
     )
     gamma: Fraction = 1.0  # discount factor, from action to action
     gae_lambda: Fraction = 0.95
@@ -90,7 +90,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Optimisation
     update_epochs: PositiveInt = 2  # passes over a rollout
     clip_coef: PositiveFloat = 0.2  # eps, of the ratio and of values
-    turn_level_clip: bool = False  # the ratio of a turn, where turns are actions
+    turn_level_clip: bool = not_with("action_granularity=token", default=False)  # the ratio of a turn, not of a token
     kl_loss_coef: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
@@ -338,6 +338,8 @@ def policy_forward(policy, rollout, where, rows, args):
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], where=where)
     log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
     logprobs = log_pi.gather(-1, rollout.ids[rows][where][:, None]).squeeze(-1)
+    if not args.entropy_coef:
+        log_pi = log_pi.detach()  # the entropy is a metric only
     entropy = -(log_pi.exp() * log_pi).sum(-1)
     return models.unflatten(logprobs, where), models.unflatten(entropy, where), out.hidden_states
 
@@ -346,8 +348,7 @@ def critic_forward(agent, rollout, where, rows, hidden_states):
     """V(h_t) [b, S], by a critic of its own, or by a head on the actor, whose gradient then trains the actor too."""
     where = where[rows]
     if agent.critic is not None:
-        out = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], where=where)
-        hidden_states = out.hidden_states
+        hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], where=where).hidden_states
     return models.unflatten(agent.value_head(hidden_states), where)
 
 
@@ -398,8 +399,7 @@ def learn(agent, rollout, args, generator):
     # 3. Rewards, and the baseline, the mean reward-to-go of each turn; the critic starts at 0
     rewards = rollout.rewards
     if args.reward_normalization:
-        has_acted = mask.amax(1)  # [B] 0 where the agent did not act at all
-        _, std = distributed.mean_std(rewards.sum(1), has_acted)
+        _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = torch.zeros_like(rewards)
@@ -449,10 +449,10 @@ def learn(agent, rollout, args, generator):
                 policy_error = torch.max(-advantages[rows] * ratio, -advantages[rows] * clipped_ratio)
                 policy_loss = (policy_error * ratio_mask[rows]).sum() / num_ratios
                 clip_fraction = ((ratio != clipped_ratio) * ratio_mask[rows]).sum() / num_ratios
-                d = (ref_logprobs[rows] - logprobs) * mask[rows]
-                kl_loss = (
-                    (d.exp() - d - 1).sum() / num_tokens if args.kl_loss_coef > 0 else torch.zeros_like(policy_loss)
-                )
+                kl_loss = torch.zeros_like(policy_loss)
+                if args.kl_loss_coef > 0:
+                    d = (ref_logprobs[rows] - logprobs) * mask[rows]
+                    kl_loss = (d.exp() - d - 1).sum() / num_tokens
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
 
                 values = baseline[rows] + critic_forward(agent, rollout, where, rows, hidden_states)
@@ -530,9 +530,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             for agent in agents:
                 if args.reference_update_interval and (update + 1) % args.reference_update_interval == 0:
                     agent.reference.copy_from(agent.actor)
-            eval_reward = None
-            if run.is_due(update, args.eval_interval):
-                eval_reward = evaluate(agents, task, eval_items, args)
+            eval_reward = evaluate(agents, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
             run.log(items, rollouts, metrics, eval_reward)
     return agents, run
 

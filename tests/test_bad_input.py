@@ -255,3 +255,31 @@ def test_a_value_that_is_none_is_one_line_in_a_terminal_without_utf_8():
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     text = "ippo_llm.py: error: Error parsing --seed: invalid literal for int() with base 10: 'x'\n"
     assert result.returncode == 2 and result.stderr == text
+
+
+def test_flags_of_turns_are_refused_where_tokens_are_actions():
+    for flags in ({"turn_level_clip": True}, {"turn_value_reduction": "mean"}):
+        with pytest.raises(UserError, match="has no effect with --action-granularity token$"):
+            ppo_llm.main(ppo_llm.Args(**flags))
+
+
+def test_an_environment_in_which_nobody_observes_anything_is_refused(tmp_path, small):
+    class TeamEnv:
+        def __init__(self, task, items, args):
+            self.num_agents = args.num_agents
+
+        def reset(self):
+            return [{} for _ in range(self.num_agents)]
+
+        def step(self, actions):
+            return self.reset(), self.reset(), set()
+
+    task = SimpleNamespace(TeamEnv=TeamEnv)
+    with pytest.raises(UserError, match="returned no observation: nobody would act$"):
+        ippo_llm.main(ippo_llm.Args(**SMALL, output_dir=str(tmp_path / "run")), task=task, **small)
+
+
+def test_it_is_said_that_a_task_has_one_turn(tmp_path, small, capsys):
+    args = ippo_llm.Args(**SMALL, num_turns=3, num_train_epochs=1, output_dir=str(tmp_path / "run"))
+    ippo_llm.main(args, task=item_task(), **small)
+    assert "has no external_transition: its episodes have one turn" in capsys.readouterr().out

@@ -51,7 +51,8 @@ def flags_there():
 @every_text
 def test_every_command_of_a_script_parses(name):
     text = TEXTS[name].replace("\\\n", " ")
-    for script, flags in re.findall(r"(?:python|torchrun|accelerate launch)[^\n`]*? (\w+_llm)\.py([^\n`&|;\"]*)", text):
+    command = r"(?:python|torchrun|accelerate launch)[^\n`]*? (\w+_llm)\.py([^\n`&|;\"]*)"
+    for script, flags in re.findall(command, text):
         words = shlex.split(re.split(" {2,}", flags)[0], comments=True)  # what follows is a remark
         if not {"--help", "--resume", "--fork"} & {*words} and not any("…" in word or "..." in word for word in words):
             parse(SCRIPTS[script].Args, words)

@@ -198,7 +198,7 @@ def needs(*others, default=None):
 
 
 def not_with(*others, default=None):
-    """The default of a flag that has no effect beside others, which are named."""
+    """The default of a flag that has no effect beside others, which are named: a flag, or flag=value."""
     return void_flag(default, [(other, True) for other in others])
 
 
@@ -215,10 +215,13 @@ def check_needs(args):
     default = type(args)()
     for field in dataclasses.fields(args):
         if getattr(args, field.name) != getattr(default, field.name):
-            for other, void in field.metadata.get("void", ()):
-                if bool(getattr(args, other)) == void:
+            for condition, void in field.metadata.get("void", ()):
+                other, _, value = condition.partition("=")
+                is_on = getattr(args, other) == value if value else bool(getattr(args, other))
+                if is_on == void:
                     beside = "with" if void else "without"
-                    raise UserError(f"{flag_name(field.name)} has no effect {beside} {flag_name(other)}")
+                    words = f"{flag_name(other)} {value}".rstrip()
+                    raise UserError(f"{flag_name(field.name)} has no effect {beside} {words}")
 
 
 OF_START = {"pause_at": None, "overwrite": False}  # flags that hold for one start of a run, and not for the next

@@ -266,7 +266,10 @@ def guarded(TeamEnv, label):
         def reset(self):
             with self.guard("reset"):
                 observations = self.env.reset()
-            return self.check_observations(observations, "reset")
+            observations = self.check_observations(observations, "reset")
+            if self.episodes and not any(observations):
+                raise TaskError(f"reset of {label} returned no observation: nobody would act")
+            return observations
 
         def step(self, actions):
             with self.guard("step"):

@@ -1,6 +1,6 @@
 """Language models as policies: loaded, called in one way, with adapters, sharded, sampled by vLLM."""
 
-from utils.models.flags import CriticArgs, ModelArgs, SamplingArgs
+from utils.models.flags import CriticArgs, CriticModelArgs, ModelArgs, SamplingArgs
 from utils.models.loading import ValueHead
 from utils.models.policy import adamw, generate_with_vllm, in_chunks, load, lr_schedule, sampling
 from utils.models.transcripts import (
@@ -15,6 +15,7 @@ from utils.models.transcripts import (
 
 __all__ = [
     "CriticArgs",
+    "CriticModelArgs",
     "ModelArgs",
     "SamplingArgs",
     "ValueHead",

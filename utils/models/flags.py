@@ -80,18 +80,24 @@ OF_CRITIC_MODELS = ("critic_model_name_or_path", "critic_value_head_hidden_dim")
 
 
 @flags
-class CriticArgs:
-    """What critics start from, and their heads."""
+class CriticModelArgs:
+    """What critics that are models of their own start from, and their heads."""
 
     critic_model_name_or_path: tuple[str, ...] = ()  # of separate critics, one or one each; none: --model
     # settings that critics of that name are loaded with
     critic_model_config: Settings = needs("critic_model_name_or_path", default=dict)
     critic_value_head_hidden_dim: PositiveInt | None = None  # hidden units of a separate critic's head; none: linear
+
+
+@flags
+class CriticArgs(CriticModelArgs):
+    """What critics start from, and their heads."""
+
     value_head_hidden_dim: PositiveInt | None = None  # hidden units of the value head on an actor; none: linear
 
     def check(self):
         """Raise UserError for a flag of critics that the agents don't have."""
-        has_models = getattr(self, "use_separate_critic", True)  # a critic of the whole team is a model
+        has_models = self.use_separate_critic
         absent = ("value_head_hidden_dim",) if has_models else OF_CRITIC_MODELS
         for name in absent:
             if getattr(self, name):

@@ -283,7 +283,7 @@ class ValueHead(nn.Sequential):
 
     def __init__(self, policy, args):
         width = policy.config.get_text_config().hidden_size
-        hidden_dim = args.critic_value_head_hidden_dim or args.value_head_hidden_dim
+        hidden_dim = args.critic_value_head_hidden_dim or getattr(args, "value_head_hidden_dim", None)
         layers = []
         if hidden_dim:
             layers = [nn.Linear(width, hidden_dim), nn.Tanh()]

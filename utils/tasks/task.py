@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from utils import envs
 from utils.cli import TaskError, UserError, describe, one_line
+from utils.distributed import say
 from utils.tasks import questions
 from utils.tasks.calls import (
     as_lists,
@@ -220,6 +221,8 @@ def load_task(given, args, default):
     whole = Task(task, name, args)
     if has_env:
         whole.TeamEnv = envs.guarded(task.TeamEnv, name)
+    elif args.num_turns > 1 and not hasattr(task, "external_transition"):
+        say(f"{name} has no external_transition: its episodes have one turn")
     return whole
 
 
