@@ -27,6 +27,7 @@ Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
 
 import sys
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Annotated
 
 import datasets
@@ -118,8 +119,7 @@ def reward_func(*completions, items):
     for item, *texts in zip(items, *completions):
         if len(texts) == 1:  # a single writer is compared with the post
             texts.append(item["prompt"])
-        pair_rewards = [pair_reward(short, long) for short, long in zip(texts, texts[1:])]
-        rewards.append(sum(pair_rewards) / len(pair_rewards))
+        rewards.append(fmean(pair_reward(short, long) for short, long in zip(texts, texts[1:])))
     return rewards
 
 
@@ -143,12 +143,9 @@ class Agent:
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
         self.value_head = models.ValueHead(self.critic or self.actor, args)  # [n, D] to [n]; starts at 0
 
-        critic_parameters = [*self.value_head.parameters()]
-        if self.critic is not None:
-            critic_parameters += self.critic.parameters()
         self.optimizers = [
-            models.adamw(self.actor.parameters(), args.actor_learning_rate, args),
-            models.adamw(critic_parameters, args.critic_learning_rate, args),
+            models.adamw([self.actor], args.actor_learning_rate, args),
+            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
         self.state = {"std": 0.0}  # of what an episode earns
@@ -234,14 +231,10 @@ class Rollout:
     answers: list  # B lists of texts, one for each turn
 
 
-@models.in_chunks  # of --hf-generate-chunk-size contexts
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it."""
-    if args.use_vllm:
-        return models.generate_with_vllm(agent, contexts, args, generator)
-    if not contexts:
-        return []
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -277,7 +270,8 @@ def play(agents, task, items, args, generator):
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env or the task may bring another one
     transcripts = [[Transcript() for _ in items] for _ in agents]
-    observations, truncated = env.reset(), set()
+    observations = env.reset()
+    truncated = set()  # episodes that are cut short: their agents read what they observe, and do not act any more
     turn = 0
     with models.sampling(agents, args):  # for vLLM and for sharded models: the weights of now, whole
         while any(observations):
@@ -301,12 +295,12 @@ def play(agents, task, items, args, generator):
             observations, rewards, truncated = env.step(actions)
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns[-1:]):  # its last token was sampled
+                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted: the reward is lost
                         own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    return [Rollout(**models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]
+    return [Rollout(*models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -319,7 +313,7 @@ def policy_forward(policy, rollout, rows, args):
     """
     sampled = rollout.turns[rows] > 0
     # At each of them the output of the position before, which predicts the token
-    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], where=sampled)
+    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
     logprobs = log_pi.gather(-1, rollout.ids[rows][sampled][:, None]).squeeze(-1)
     if not args.entropy_coef:
@@ -332,7 +326,7 @@ def critic_forward(agent, rollout, rows, hidden_states):
     """V(h_t) [b, S], by a critic model, or by a head on the actor, whose gradient then trains the actor too."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
-        hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], where=sampled).hidden_states
+        hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
     return models.unflatten(agent.value_head(hidden_states), sampled)
 
 
@@ -369,7 +363,7 @@ def learn(agent, rollout, args, generator):
     baseline = torch.zeros_like(rewards)
     for turn in range(1, distributed.max(rollout.turns) + 1):
         in_turn = (rollout.turns == turn).float()
-        baseline += in_turn * distributed.mean_std(rewards_to_go, in_turn)[0]
+        baseline += in_turn * distributed.masked_mean(rewards_to_go, in_turn)
 
     # 3. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
@@ -425,8 +419,8 @@ def learn(agent, rollout, args, generator):
         "value_loss": value_loss,
         "entropy": entropy,
         "grad_norm": grad_norms[0],  # of the actor, in the last step
-        "kl": distributed.mean_std(old_logprobs - ref_logprobs, mask)[0],
-        "reference_logprob": distributed.mean_std(ref_logprobs, mask)[0],
+        "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),
+        "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
         "explained_variance": distributed.explained_variance(returns, old_values, mask),
     }
 

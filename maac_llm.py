@@ -24,6 +24,7 @@ Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
 
 import sys
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Annotated
 
 import datasets
@@ -111,8 +112,7 @@ def reward_func(*completions, items):
     for item, *texts in zip(items, *completions):
         if len(texts) == 1:  # a single writer is compared with the post
             texts.append(item["prompt"])
-        pair_rewards = [pair_reward(short, long) for short, long in zip(texts, texts[1:])]
-        rewards.append(sum(pair_rewards) / len(pair_rewards))
+        rewards.append(fmean(pair_reward(short, long) for short, long in zip(texts, texts[1:])))
     return rewards
 
 
@@ -133,7 +133,7 @@ class Agent:
         self.longest_prompt = initial.longest_prompt  # tokens of a context that leave room for max_new_tokens
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
-        self.optimizers = [models.adamw(self.actor.parameters(), args.actor_learning_rate, args)]
+        self.optimizers = [models.adamw([self.actor], args.actor_learning_rate, args)]
         self.schedules = [models.lr_schedule(self.optimizers[0], num_updates, args)]
 
 
@@ -145,8 +145,7 @@ class Critic:
         self.tokenizer = self.critic.tokenizer  # of agent 0, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # [n, D] to [n]; starts at 0
         self.state = {"std": 0.0}  # of what an episode earns
-        parameters = [*self.value_head.parameters(), *self.critic.parameters()]
-        self.optimizers = [models.adamw(parameters, args.critic_learning_rate, args)]
+        self.optimizers = [models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)]
         self.schedules = [models.lr_schedule(self.optimizers[0], num_updates, args)]
 
 
@@ -230,14 +229,10 @@ class Rollout:
     answers: list  # B lists of texts, one for each turn
 
 
-@models.in_chunks  # of --hf-generate-chunk-size contexts
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it."""
-    if args.use_vllm:
-        return models.generate_with_vllm(agent, contexts, args, generator)
-    if not contexts:
-        return []
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -273,7 +268,8 @@ def play(agents, task, items, args, generator):
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env or the task may bring another one
     transcripts = [[Transcript() for _ in items] for _ in agents]
-    observations, truncated = env.reset(), set()
+    observations = env.reset()
+    truncated = set()  # episodes that are cut short: their agents read what they observe, and do not act any more
     turn = 0
     with models.sampling(agents, args):  # for vLLM and for sharded models: the weights of now, whole
         while any(observations):
@@ -297,12 +293,12 @@ def play(agents, task, items, args, generator):
             observations, rewards, truncated = env.step(actions)
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns[-1:]):  # its last token was sampled
+                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted: the reward is lost
                         own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    return [Rollout(**models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]
+    return [Rollout(*models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -315,7 +311,7 @@ def policy_forward(policy, rollout, rows, args):
     """
     sampled = rollout.turns[rows] > 0
     # At each of them the output of the position before, which predicts the token
-    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], where=sampled)
+    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
     logprobs = log_pi.gather(-1, rollout.ids[rows][sampled][:, None]).squeeze(-1)
     if not args.entropy_coef:
@@ -336,24 +332,23 @@ class TeamText:
     turns: torch.Tensor  # [B, S] t where all that stands before is h_t, 0 elsewhere
 
 
-def critic_forward(critic, text, rows, num_turns):
-    """V(h_t) less its baseline, [b, T + 1]: turn t in column t, nothing in column 0."""
-    is_mark = text.turns[rows] > 0
-    out = critic.critic.read(text.ids[rows], text.attention_mask[rows], where=is_mark)
-    values = models.unflatten(critic.value_head(out.hidden_states), is_mark)
-    return models.sum_by_turn(values, text.turns[rows], num_turns)
+def critic_forward(critic, text, rows, played):
+    """V(h_t) less its baseline, [b, T + 1]: of turn t in column t, where it was played; 0 elsewhere."""
+    out = critic.critic.read(text.ids[rows], text.attention_mask[rows], before=text.turns[rows] > 0)
+    return models.unflatten(critic.value_head(out.hidden_states), played[rows] > 0)  # one for each turn, in order
 
 
 @timed
 def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
-    num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
-    num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for mask, rollout in zip(masks, rollouts))
-    played = num_sampled.clamp(max=1)  # [B, T + 1] 1 on turns in which somebody acted
+    num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
+    rewards = played = 0.0  # [B, T + 1] the mean of the agents' rewards; 1 on turns in which somebody acted
+    for rollout, mask in zip(rollouts, masks):
+        rewards = rewards + models.sum_by_turn(rollout.rewards, rollout.turns, num_turns) / len(agents)
+        played = (played + models.sum_by_turn(mask, rollout.turns, num_turns)).clamp(max=1)
 
-    # 1. Rewards, the mean of the agents', in standard deviations of what an episode earns
-    rewards = sum(models.sum_by_turn(rollout.rewards, rollout.turns, num_turns) for rollout in rollouts) / len(agents)
+    # 1. Rewards, in standard deviations of what an episode earns
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
         critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # falls slowly: late noise stays small
@@ -361,13 +356,11 @@ def learn(agents, critic, rollouts, args, generator):
 
     # 2. The baseline, the mean reward-to-go of each turn; the critic, whose output starts at 0, learns what is left
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
-    baseline = torch.zeros_like(rewards[0])  # [T + 1]
-    for turn in range(1, num_turns + 1):
-        baseline[turn] = distributed.mean_std(rewards_to_go[:, turn], played[:, turn])[0]
+    baseline = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1]
 
     # 3. Log-probabilities and values before the update
     metrics = []
-    text = TeamText(**models.join_transcripts(agents, rollouts, critic, num_turns))
+    text = TeamText(*models.join_transcripts(agents, rollouts, critic, num_turns))
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
         for agent, rollout, mask in zip(agents, rollouts, masks):
@@ -378,59 +371,57 @@ def learn(agents, critic, rollouts, args, generator):
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
             kl = old_logprobs - ref_logprobs
             rewards = rewards - args.kl_coef * models.sum_by_turn(kl, rollout.turns, num_turns)
-            reference_logprob, _ = distributed.mean_std(ref_logprobs, mask)
-            metrics.append({"kl": distributed.mean_std(kl, mask)[0], "reference_logprob": reference_logprob})
+            reference_logprob = distributed.masked_mean(ref_logprobs, mask)
+            metrics.append({"kl": distributed.masked_mean(kl, mask), "reference_logprob": reference_logprob})
         for rows in text.attention_mask.sum(1).argsort().split(args.micro_batch_size):
-            old_values[rows] = baseline + critic_forward(critic, text, rows, num_turns)
+            old_values[rows] = (baseline + critic_forward(critic, text, rows, played)) * played[rows]
 
     # 4. Advantages. Another algorithm puts its own here
-    next_values = pad(old_values[:, 1:] * played[:, 1:], (0, 1))  # V(h_{t+1}); 0 after the last turn
+    next_values = pad(old_values[:, 1:], (0, 1))  # V(h_{t+1}); 0 after the last turn
     returns = (rewards + args.gamma * next_values) * played
-    advantages = returns - old_values * played  # the TD error
+    advantages = returns - old_values  # the TD error
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, played)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)
 
     # 5. Optimiser steps
-    minibatches = []
+    losses = []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(played), generator=generator, device=played.device)
-        minibatches += order.split(args.mini_batch_size // distributed.world_size())
-    for agent, rollout, mask, own_metrics in zip(agents, rollouts, masks, metrics):
-        own_advantages = advantages.gather(1, rollout.turns)  # [B, S] each token has that of its turn
-        losses = []
+        minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # gradients are averaged later
-            num_actions = distributed.mean(played[minibatch].sum()).clamp(min=1)
+            num_actions = distributed.mean(played[minibatch].sum()).clamp(min=1)  # gradients are averaged later
+            num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
-                logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
-                policy_loss = -(logprobs * own_advantages[rows] * mask[rows]).sum() / num_actions
-                mean_entropy = (entropy * mask[rows]).sum() / num_tokens
-                loss = policy_loss - args.entropy_coef * mean_entropy
-                loss.backward()  # gradients of micro-batches add up
-                losses.append(torch.stack([policy_loss, mean_entropy]).detach())
-            grad_norm = distributed.average_and_clip_gradients(agent.optimizers[0], args.max_grad_norm)
-            agent.optimizers[0].step()
-            agent.optimizers[0].zero_grad()
-        policy_loss, entropy = torch.stack(losses).sum(0) / len(minibatches)
-        own_metrics |= {"policy_loss": policy_loss, "entropy": entropy, "grad_norm": grad_norm}
+                terms = []
+                for agent, rollout, mask, num in zip(agents, rollouts, masks, num_tokens):
+                    logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
+                    own_advantages = advantages[rows].gather(1, rollout.turns[rows])  # a token has that of its turn
+                    policy_loss = -(logprobs * own_advantages * mask[rows]).sum() / num_actions
+                    mean_entropy = (entropy * mask[rows]).sum() / num
+                    loss = policy_loss - args.entropy_coef * mean_entropy
+                    loss.backward()  # gradients of micro-batches add up
+                    terms += [policy_loss, mean_entropy]
 
-    losses = []
-    for minibatch in minibatches:
-        num_actions = distributed.mean(played[minibatch].sum()).clamp(min=1)
-        for rows in minibatch.split(args.micro_batch_size):
-            values = baseline + critic_forward(critic, text, rows, num_turns)
-            value_loss = ((values - returns[rows]) ** 2 * played[rows]).sum() / num_actions
-            value_loss.backward()
-            losses.append(value_loss.detach())
-        grad_norm = distributed.average_and_clip_gradients(critic.optimizers[0], args.max_grad_norm)
-        critic.optimizers[0].step()
-        critic.optimizers[0].zero_grad()
-    critic_metrics = {"value_loss": torch.stack(losses).sum() / len(minibatches), "grad_norm": grad_norm}
+                values = baseline + critic_forward(critic, text, rows, played)
+                value_loss = ((values - returns[rows]) ** 2 * played[rows]).sum() / num_actions
+                value_loss.backward()
+                losses.append(torch.stack([*terms, value_loss]).detach())
+
+            grad_norms = []
+            for learner in (*agents, critic):
+                grad_norms.append(distributed.average_and_clip_gradients(learner.optimizers[0], args.max_grad_norm))
+                learner.optimizers[0].step()
+                learner.optimizers[0].zero_grad()
     for learner in (*agents, critic):
         learner.schedules[0].step()
-    critic_metrics["explained_variance"] = distributed.explained_variance(returns, old_values, played)
-    return metrics, critic_metrics
+
+    # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last, the rest from before the update
+    *terms, value_loss = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
+    for i, own_metrics in enumerate(metrics):
+        own_metrics |= {"policy_loss": terms[2 * i], "entropy": terms[2 * i + 1], "grad_norm": grad_norms[i]}
+    explained_variance = distributed.explained_variance(returns, old_values, played)
+    return metrics, {"value_loss": value_loss, "grad_norm": grad_norms[-1], "explained_variance": explained_variance}
 
 
 # --- main -------------------------------------------------------------------------------------------------------------

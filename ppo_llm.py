@@ -159,12 +159,9 @@ class Agent:
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
         self.value_head = models.ValueHead(self.critic or self.actor, args)  # [n, D] to [n]; starts at 0
 
-        critic_parameters = [*self.value_head.parameters()]
-        if self.critic is not None:
-            critic_parameters += self.critic.parameters()
         self.optimizers = [
-            models.adamw(self.actor.parameters(), args.actor_learning_rate, args),
-            models.adamw(critic_parameters, args.critic_learning_rate, args),
+            models.adamw([self.actor], args.actor_learning_rate, args),
+            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
         self.state = {"std": 0.0}  # of advantages
@@ -250,14 +247,10 @@ class Rollout:
     answers: list  # B lists of texts, one for each turn
 
 
-@models.in_chunks  # of --hf-generate-chunk-size contexts
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it."""
-    if args.use_vllm:
-        return models.generate_with_vllm(agent, contexts, args, generator)
-    if not contexts:
-        return []
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -293,7 +286,8 @@ def play(agents, task, items, args, generator):
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env or the task may bring another one
     transcripts = [[Transcript() for _ in items] for _ in agents]
-    observations, truncated = env.reset(), set()
+    observations = env.reset()
+    truncated = set()  # episodes that are cut short: their agents read what they observe, and do not act any more
     turn = 0
     with models.sampling(agents, args):  # for vLLM and for sharded models: the weights of now, whole
         while any(observations):
@@ -317,12 +311,12 @@ def play(agents, task, items, args, generator):
             observations, rewards, truncated = env.step(actions)
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns[-1:]):  # its last token was sampled
+                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted: the reward is lost
                         own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    return [Rollout(**models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]
+    return [Rollout(*models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -335,7 +329,7 @@ def policy_forward(policy, rollout, where, rows, args):
     """
     where = where[rows]
     # At each of them the output of the position before, which predicts the token
-    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], where=where)
+    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=where)
     log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
     logprobs = log_pi.gather(-1, rollout.ids[rows][where][:, None]).squeeze(-1)
     if not args.entropy_coef:
@@ -348,7 +342,7 @@ def critic_forward(agent, rollout, where, rows, hidden_states):
     """V(h_t) [b, S], by a critic of its own, or by a head on the actor, whose gradient then trains the actor too."""
     where = where[rows]
     if agent.critic is not None:
-        hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], where=where).hidden_states
+        hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=where).hidden_states
     return models.unflatten(agent.value_head(hidden_states), where)
 
 
@@ -405,7 +399,7 @@ def learn(agent, rollout, args, generator):
     baseline = torch.zeros_like(rewards)
     for turn in range(1, distributed.max(rollout.turns) + 1):
         in_turn = (rollout.turns == turn).float()
-        baseline += (turns == turn) * distributed.mean_std(rewards_to_go, in_turn)[0]
+        baseline += (turns == turn) * distributed.masked_mean(rewards_to_go, in_turn)
 
     # 4. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)
@@ -488,8 +482,8 @@ def learn(agent, rollout, args, generator):
         "explained_variance": distributed.explained_variance(returns, old_values, action_mask),
     }
     if args.kl_loss_coef > 0:
-        metrics["kl"] = distributed.mean_std(old_logprobs - ref_logprobs, mask)[0]
-        metrics["reference_logprob"] = distributed.mean_std(ref_logprobs, mask)[0]
+        metrics["kl"] = distributed.masked_mean(old_logprobs - ref_logprobs, mask)
+        metrics["reference_logprob"] = distributed.masked_mean(ref_logprobs, mask)
     return metrics
 
 

@@ -374,7 +374,7 @@ def test_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch, case):
     transcripts = make_transcripts(script, agent.tokenizer, EPISODES)
     targets = Targets(script, Exact([agent]), transcripts, args)
     steps = watch_steps(monkeypatch, [agent])
-    rollout = script.Rollout(**models.pad_right(transcripts, agent))
+    rollout = script.Rollout(*models.pad_right(transcripts, agent))
     metrics = script.learn(agent, rollout, args, seeded(7))
 
     all_parts, largest = [], []
@@ -469,10 +469,10 @@ def test_a_teams_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch,
         advantages = [{turn: next(flat) for turn in own} for own in advantages]
 
     steps = watch_steps(monkeypatch, [*agents, critic])
-    rollouts = [maac_llm.Rollout(**models.pad_right(own, agent)) for own, agent in zip(teams, agents)]
+    rollouts = [maac_llm.Rollout(*models.pad_right(own, agent)) for own, agent in zip(teams, agents)]
     metrics, critic_metrics = maac_llm.learn(agents, critic, rollouts, args, seeded(7))
     rows_of_steps = minibatches(args)
-    per_learner = chunks(steps, len(rows_of_steps))
+    per_learner = [steps[i::3] for i in range(3)]
     for i in range(2):
         parts = []
         for rows, step in zip(rows_of_steps, per_learner[i], strict=True):
@@ -534,7 +534,7 @@ def test_losses_and_gradients_of_groups_are_those_of_a_loop(initials, monkeypatc
             advantages[-1][turn] = (R - compared) / (deviation(everyone) + 1e-4 if normalised else 1.0)
 
     steps = watch_steps(monkeypatch, [agent])
-    metrics = magrpo_llm.learn(agent, magrpo_llm.Rollout(**models.pad_right(transcripts, agent)), args, seeded(7))
+    metrics = magrpo_llm.learn(agent, magrpo_llm.Rollout(*models.pad_right(transcripts, agent)), args, seeded(7))
     parts = []
     for rows, step in zip(minibatches(args), steps, strict=True):
         policy, entropy = 0.0, []
@@ -563,7 +563,7 @@ def test_a_rollout_in_which_all_earn_the_same_moves_no_actor(initials, tokenizer
             0.3 * (k in (len(transcript.ids) - 1, transcript.turns.index(1) + 1)) for k in range(len(transcript.ids))
         ]
     before = [parameter.clone() for agent in agents for parameter in agent.actor.parameters()]
-    rollouts = [script.Rollout(**models.pad_right(transcripts, agent)) for agent in agents]
+    rollouts = [script.Rollout(*models.pad_right(transcripts, agent)) for agent in agents]
     if script is maac_llm:
         maac_llm.learn(agents, maac_llm.Critic(initials(args)[0], 10, args), rollouts, args, seeded())
     else:

@@ -159,7 +159,7 @@ def without_a_critic(text):
     for flag in ("use_separate_critic", "gae_lambda", "value_loss_coef", "value_clip_range", "critic_learning_rate"):
         text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(f"    {flag}: "))
     text = without(text, "self.critic = ", "self.optimizers")
-    text = without(text, "models.adamw(critic_parameters", "]")
+    text = without(text, "models.adamw([self.value_head", "]")
     text = without(text, "def critic_forward", "@timed\ndef learn".split("\n")[0])
     text = without(text, "old_values = torch", "with torch.no_grad()")
     text = without(text, "old_values[rows] = ", "# 4.")

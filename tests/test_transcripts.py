@@ -111,11 +111,11 @@ def test_rows_are_padded(agent):
     transcripts = [ippo_llm.Transcript(), ippo_llm.Transcript()]
     transcripts[1].extend([6, 7])
     transcripts[1].extend([8], turn=1)
-    padded = pad_right(transcripts, agent)
+    rollout = ippo_llm.Rollout(*pad_right(transcripts, agent))
     pad = agent.tokenizer.pad_token_id
-    assert padded["ids"].tolist() == [[pad] * 4, [6, 7, 8, pad]]
-    assert padded["attention_mask"].tolist() == [[0] * 4, [1, 1, 1, 0]]
-    assert padded["turns"].tolist() == [[0] * 4, [0, 0, 1, 0]]
+    assert rollout.ids.tolist() == [[pad] * 4, [6, 7, 8, pad]]
+    assert rollout.attention_mask.tolist() == [[0] * 4, [1, 1, 1, 0]]
+    assert rollout.turns.tolist() == [[0] * 4, [0, 0, 1, 0]]
 
 
 def test_places_and_turns():
@@ -139,17 +139,17 @@ def test_a_teams_transcripts_are_one_text_turn_by_turn(agent):
 
     first = transcript(("Say one.", 0), (" one", 1), ("Say three.", 0), (" three", 3))
     second = transcript(("Wait.", 0), (" so", 3))
-    rollouts = [ippo_llm.Rollout(**pad_right([own], agent)) for own in (first, second)]
+    rollouts = [ippo_llm.Rollout(*pad_right([own], agent)) for own in (first, second)]
     critic = SimpleNamespace(tokenizer=tokenizer, critic=SimpleNamespace(device="cpu", config=config_of(200)))
-    text = join_transcripts([agent, agent], rollouts, critic, 3)
+    ids, attention_mask, turns = join_transcripts([agent, agent], rollouts, critic, 3)
     end = tokenizer.eos_token
-    assert tokenizer.decode(text["ids"][0, text["attention_mask"][0] > 0]) == (
+    assert tokenizer.decode(ids[0, attention_mask[0] > 0]) == (
         f"Agent 0 reads:\nSay one.\n\n{end}Agent 0 writes:\n one\n\n"
         f"Agent 0 reads:\nSay three.\n\nAgent 1 reads:\nWait.\n\n{end}"
         "Agent 0 writes:\n three\n\nAgent 1 writes:\n so\n\n"
     )
-    assert text["turns"][text["turns"] > 0].tolist() == [1, 3]
-    assert text["ids"][text["turns"] > 0].tolist() == [tokenizer.eos_token_id] * 2
+    assert turns[turns > 0].tolist() == [1, 3]
+    assert ids[turns > 0].tolist() == [tokenizer.eos_token_id] * 2
     critic.critic.config = config_of(20)
     with pytest.raises(UserError, match="^the critic has 20 positions, and what the team reads and writes has "):
         join_transcripts([agent, agent], rollouts, critic, 3)

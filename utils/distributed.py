@@ -204,17 +204,21 @@ def max(x):
     return builtins.max(gather_objects(int(x.max()) if x.numel() else 0))
 
 
-def mean_std(x, mask):
-    """Mean and standard deviation of x where the mask is 1, over all processes; 0 where it is nowhere 1.
+def masked_mean(x, mask, dim=()):
+    """Mean of x where the mask is 1, over all processes, along a dimension or all; 0 where it is nowhere 1.
 
-    They are computed in float64: where x is the same everywhere, that is exactly its mean, and no rounding is left that
-    an optimiser would take for a gradient.
+    It is computed in float64: where x is the same everywhere, that is exactly its mean, and no rounding is left that an
+    optimiser would take for a gradient.
     """
     wide, mask = x.double(), mask.double()
-    count = sum(mask.sum()).clamp(min=1)
-    mean = sum((wide * mask).sum()) / count
-    variance = sum(((wide - mean) ** 2 * mask).sum()) / count
-    return mean.to(x.dtype), variance.sqrt().to(x.dtype)
+    return (sum((wide * mask).sum(dim)) / sum(mask.sum(dim)).clamp(min=1)).to(x.dtype)
+
+
+def mean_std(x, mask):
+    """Mean and standard deviation of x where the mask is 1, as masked_mean."""
+    wide = x.double()
+    mean = masked_mean(wide, mask)
+    return mean.to(x.dtype), masked_mean((wide - mean) ** 2, mask).sqrt().to(x.dtype)
 
 
 def mean_by_name(numbers):

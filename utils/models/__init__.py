@@ -2,7 +2,7 @@
 
 from utils.models.flags import CriticArgs, CriticModelArgs, ModelArgs, SamplingArgs
 from utils.models.loading import ValueHead
-from utils.models.policy import adamw, generate_with_vllm, in_chunks, load, lr_schedule, sampling
+from utils.models.policy import adamw, in_chunks_or_by_vllm, load, lr_schedule, sampling
 from utils.models.transcripts import (
     encode,
     join_transcripts,
@@ -21,8 +21,7 @@ __all__ = [
     "ValueHead",
     "adamw",
     "encode",
-    "generate_with_vllm",
-    "in_chunks",
+    "in_chunks_or_by_vllm",
     "join_transcripts",
     "load",
     "logits_processors",

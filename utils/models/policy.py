@@ -117,13 +117,13 @@ class Policy:
             out = causal_lm.forward(self.base, new_ids, attention_mask, content, **options)
         return Output(out.logits[:, -1].float(), cache=Cache(out.cache))
 
-    def read(self, ids, attention_mask, where):
-        """The output at the n places where `where` [b, S] is True, in rows of ids [b, S], padded on the right.
+    def read(self, ids, attention_mask, before):
+        """The output before the n places where `before` [b, S] is True, in rows of ids [b, S], padded on the right.
 
         At place (row, t) it is what the model computes after ids[row, :t]: it predicts token t.
         """
-        where = where[:, 1:]
-        is_column = where.any(0)
+        places = before[:, 1:]
+        is_column = places.any(0)
         width = int(is_column.nonzero().amax()) + 1 if is_column.any() else 1
         columns = (
             is_column[:width].nonzero().squeeze(1) if is_column.any() else is_column.new_zeros(1, dtype=torch.long)
@@ -134,7 +134,7 @@ class Policy:
 
         with self.active():
             out = sharding.call_inside(self.model.get_base_model(), compute) if self.is_body else compute()
-        places = where[:, columns]
+        places = places[:, columns]
         logits = None if out.logits is None else out.logits[places]
         return Output(logits, None if out.hidden_states is None else out.hidden_states[places])
 
@@ -293,29 +293,28 @@ def sampling(agents, args):
         yield
 
 
-def in_chunks(generate):
-    """Let a script's `generate` continue at most --hf-generate-chunk-size contexts at once."""
+def in_chunks_or_by_vllm(generate):
+    """Let a script's `generate` continue at most --hf-generate-chunk-size contexts at once, and one at least.
+
+    With --use-vllm vLLM, which `sampling` has given the agent's weights, continues all of them in its place.
+    """
 
     @functools.wraps(generate)
-    def generate_in_chunks(agent, contexts, args, generator):
+    def generate_all(agent, contexts, args, generator):
+        if args.use_vllm and contexts:
+            return engine.generate(agent, contexts, args, generator)
         size = args.hf_generate_chunk_size or max(1, len(contexts))
         answers = []
-        for start in range(0, max(1, len(contexts)), size):
+        for start in range(0, len(contexts), size):
             answers += generate(agent, contexts[start : start + size], args, generator)
         return answers
 
-    return generate_in_chunks
+    return generate_all
 
 
-def generate_with_vllm(agent, contexts, args, generator):
-    """Continue R lists of ids by vLLM, which `sampling` has given the agent's weights: R lists of new ids."""
-    if not contexts:
-        return []
-    return engine.generate(agent, contexts, args, generator)
-
-
-def adamw(parameters, lr, args):
-    """AdamW with the flags' weight decay, betas and epsilon."""
+def adamw(learners, lr, args):
+    """AdamW for what policies and modules learn, with the flags' weight decay, betas and epsilon; None is skipped."""
+    parameters = [parameter for each in learners if each is not None for parameter in each.parameters()]
     betas = (args.adam_beta1, args.adam_beta2)
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=args.adam_epsilon, weight_decay=args.weight_decay)
 

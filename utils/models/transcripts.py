@@ -107,7 +107,7 @@ def pad_left(contexts, agent):
 
 
 def pad_right(transcripts, agent):
-    """B transcripts as the fields of a Rollout, with a column more than the longest has tokens, and two at least."""
+    """B transcripts as the fields of a Rollout, in their order, in one column more than the longest has tokens."""
     width = 1 + max([1, *[len(transcript.ids) for transcript in transcripts]])
     device = getattr(agent, "actor", None) or agent.critic
     device = device.device
@@ -116,13 +116,11 @@ def pad_right(transcripts, agent):
         padded = [[*row, *[value] * (width - len(row))] for row in lists]
         return torch.tensor(padded, dtype=dtype, device=device).view(len(transcripts), width)
 
-    return {
-        "ids": rows([each.ids for each in transcripts], agent.tokenizer.pad_token_id, torch.long),
-        "attention_mask": rows([[1] * len(each.ids) for each in transcripts], 0, torch.long),
-        "turns": rows([each.turns for each in transcripts], 0, torch.long),
-        "rewards": rows([each.rewards for each in transcripts], 0.0, torch.float32),
-        "answers": [each.answers for each in transcripts],
-    }
+    ids = rows([each.ids for each in transcripts], agent.tokenizer.pad_token_id, torch.long)
+    attention_mask = rows([[1] * len(each.ids) for each in transcripts], 0, torch.long)
+    turns = rows([each.turns for each in transcripts], 0, torch.long)
+    rewards = rows([each.rewards for each in transcripts], 0.0, torch.float32)
+    return ids, attention_mask, turns, rewards, [each.answers for each in transcripts]
 
 
 def unflatten(x, mask):
@@ -185,8 +183,7 @@ def join_transcripts(agents, rollouts, critic, num_turns):
     longest = max([len(row.ids) for row in rows], default=0)
     if room and longest > room:
         raise UserError(f"the critic has {room} positions, and what the team reads and writes has {longest} tokens")
-    padded = pad_right(rows, critic)
-    return {name: padded[name] for name in ("ids", "attention_mask", "turns")}
+    return pad_right(rows, critic)[:3]
 
 
 @dataclass
