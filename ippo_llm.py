@@ -1,19 +1,20 @@
 """Independent PPO (IPPO) for a team of language models, in one file.
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
-actor, or a model of its own (--use-separate-critic). For a token a_t that an agent samples after h_t, which is all that
-it has read and written before:
+actor, or a model of its own (--use-separate-critic). As on CoMLRL's page there is no probability ratio and no clipping
+of the policy loss; ppo_llm.py has both. For a token a_t that an agent samples after h_t, which is all that it has read
+and written before:
 
-    V(h_t)  = critic(h_t) + b_k                        b_k: mean reward-to-go of turn k, that of a_t, over the rollout
+    V(h_t)  = critic(h_t) + b_k                        b_k: mean reward-to-go, undiscounted, of the tokens of turn k,
+                                                       that of a_t, in the rollout
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next sampled token; V = 0 after the last
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
-    actor     maximises  mean of  log pi(a_t|h_t) A_t + beta H(pi(.|h_t))
+    actor     maximises  mean of  log pi(a_t|h_t) A_t + beta H(pi(.|h_t))     over the sampled tokens of a mini-batch
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2, clipped as in PPO
 
 r_t is a penalty on each token, -kl_coef (log pi - log pi_ref), and on the last token of a turn also the turn's reward,
 divided by the standard deviation of episode returns. The actor's A_t are standardised with a constant beside their
-deviation, (A - mean) / (std + 0.3), so that late noise is not blown up. As on CoMLRL's page there is no probability
-ratio and no clipping of the policy loss; ppo_llm.py has both.
+deviation, (A - mean) / (std + 0.3), so that late noise is not blown up.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -33,6 +34,7 @@ from typing import Annotated
 import datasets
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch.distributions import Categorical
 from torch.nn.functional import pad
 from transformers import set_seed
 
@@ -79,7 +81,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; all steps but the first are off-policy, uncorrected
+    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects for the steps that were taken before
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -314,11 +316,11 @@ def policy_forward(policy, rollout, rows, args):
     sampled = rollout.turns[rows] > 0
     # At each of them the output of the position before, which predicts the token
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
-    log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
-    logprobs = log_pi.gather(-1, rollout.ids[rows][sampled][:, None]).squeeze(-1)
+    pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
+    logprobs = pi.log_prob(rollout.ids[rows][sampled])
+    entropy = pi.entropy()
     if not args.entropy_coef:
-        log_pi = log_pi.detach()  # the entropy is a metric only
-    entropy = -(log_pi.exp() * log_pi).sum(-1)
+        entropy = entropy.detach()  # it is a metric only
     return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled), out.hidden_states
 
 
@@ -431,8 +433,7 @@ def learn(agent, rollout, args, generator):
 @timed
 def evaluate(agents, task, items, args):
     """The mean reward of an episode over held-out items; sampled with the same noise each time."""
-    generator = distributed.generator(args.seed)
-    rollouts = play(agents, task, distributed.share(items), args, generator)
+    rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
 

@@ -1,16 +1,18 @@
 """Multi-Agent Actor-Critic (MAAC) for a team of language models, in one file.
 
-Each agent has its own actor. The team has one critic, a model of its own. t is a turn; h_t is all that the agents have
-read and written before they answer in it, which the critic reads; an actor reads its own part of it:
+Each agent has its own actor. The team has one critic, a model of its own. As in CoMLRL there is no probability ratio
+and no clipping of the policy loss; ppo_llm.py has both. t is a turn; h_t is all that the agents have read and written
+before they answer in it, which the critic reads. An actor reads its own part of it, h_t^i, and answers with a_t^i:
 
-    V(h_t)  = critic(h_t) + b_t                        b_t: mean reward-to-go of turn t, over the rollout
-    A_t     = r_t + gamma V(h_{t+1}) - V(h_t)          the TD error; V = 0 after the last turn
-    actors    maximise   mean of  log pi(a_t|h_t) A_t + beta H     a_t: an agent's answer, log pi the sum of its tokens'
+    V(h_t)  = critic(h_t) + b_t                        b_t: mean reward-to-go, undiscounted, of turn t in the rollout
+    A_t     = r_t + gamma V(h_{t+1}) - V(h_t)          the TD error, the same for all agents; V = 0 after the last turn
+    actor i   maximises  mean of  log pi(a_t^i|h_t^i) A_t  over the turns of a mini-batch, log pi the sum of the tokens'
+                         + beta times the mean entropy of its tokens
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2
 
 r_t is the mean of the agents' rewards (opposite ones cancel), divided by the standard deviation of episode returns,
-less kl_coef (log pi - log pi_ref) of all tokens. The A_t are the same for all agents: (A - mean) / (std + 0.3) over the
-rollout. As in CoMLRL there is no probability ratio and no clipping of the policy loss; ppo_llm.py has both.
+less kl_coef (log pi - log pi_ref) of all tokens. What an agent earns while others act belongs to its last answer, and
+to that answer's turn. Actors have (A_t - mean) / (std + 0.3) over the rollout, so that late noise is not blown up.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -30,6 +32,7 @@ from typing import Annotated
 import datasets
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch.distributions import Categorical
 from torch.nn.functional import pad
 from transformers import set_seed
 
@@ -74,7 +77,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; all steps but the first are off-policy, uncorrected
+    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects for the steps that were taken before
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -141,8 +144,7 @@ class Critic:
     """The team's critic and its optimiser."""
 
     def __init__(self, initial, num_updates, args):
-        self.critic = initial.trainable_critic("critic")
-        self.tokenizer = self.critic.tokenizer  # of agent 0, or of --critic-model-name-or-path
+        self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # [n, D] to [n]; starts at 0
         self.state = {"std": 0.0}  # of what an episode earns
         self.optimizers = [models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)]
@@ -312,11 +314,11 @@ def policy_forward(policy, rollout, rows, args):
     sampled = rollout.turns[rows] > 0
     # At each of them the output of the position before, which predicts the token
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
-    log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
-    logprobs = log_pi.gather(-1, rollout.ids[rows][sampled][:, None]).squeeze(-1)
+    pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
+    logprobs = pi.log_prob(rollout.ids[rows][sampled])
+    entropy = pi.entropy()
     if not args.entropy_coef:
-        log_pi = log_pi.detach()  # the entropy is a metric only
-    entropy = -(log_pi.exp() * log_pi).sum(-1)
+        entropy = entropy.detach()  # it is a metric only
     return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled)
 
 
@@ -345,7 +347,7 @@ def learn(agents, critic, rollouts, args, generator):
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
     rewards = played = 0.0  # [B, T + 1] the mean of the agents' rewards; 1 on turns in which somebody acted
     for rollout, mask in zip(rollouts, masks):
-        rewards = rewards + models.sum_by_turn(rollout.rewards, rollout.turns, num_turns) / len(agents)
+        rewards += models.sum_by_turn(rollout.rewards, rollout.turns, num_turns) / len(agents)
         played = (played + models.sum_by_turn(mask, rollout.turns, num_turns)).clamp(max=1)
 
     # 1. Rewards, in standard deviations of what an episode earns
@@ -391,14 +393,14 @@ def learn(agents, critic, rollouts, args, generator):
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
             num_actions = distributed.mean(played[minibatch].sum()).clamp(min=1)  # gradients are averaged later
-            num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
                 terms = []
-                for agent, rollout, mask, num in zip(agents, rollouts, masks, num_tokens):
+                for agent, rollout, mask in zip(agents, rollouts, masks):
                     logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
                     own_advantages = advantages[rows].gather(1, rollout.turns[rows])  # a token has that of its turn
                     policy_loss = -(logprobs * own_advantages * mask[rows]).sum() / num_actions
-                    mean_entropy = (entropy * mask[rows]).sum() / num
+                    num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)
+                    mean_entropy = (entropy * mask[rows]).sum() / num_tokens
                     loss = policy_loss - args.entropy_coef * mean_entropy
                     loss.backward()  # gradients of micro-batches add up
                     terms += [policy_loss, mean_entropy]
@@ -409,19 +411,22 @@ def learn(agents, critic, rollouts, args, generator):
                 losses.append(torch.stack([*terms, value_loss]).detach())
 
             grad_norms = []
-            for learner in (*agents, critic):
+            for learner in *agents, critic:
                 grad_norms.append(distributed.average_and_clip_gradients(learner.optimizers[0], args.max_grad_norm))
                 learner.optimizers[0].step()
                 learner.optimizers[0].zero_grad()
-    for learner in (*agents, critic):
+    for learner in *agents, critic:
         learner.schedules[0].step()
 
     # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last, the rest from before the update
     *terms, value_loss = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     for i, own_metrics in enumerate(metrics):
         own_metrics |= {"policy_loss": terms[2 * i], "entropy": terms[2 * i + 1], "grad_norm": grad_norms[i]}
-    explained_variance = distributed.explained_variance(returns, old_values, played)
-    return metrics, {"value_loss": value_loss, "grad_norm": grad_norms[-1], "explained_variance": explained_variance}
+    return metrics, {
+        "value_loss": value_loss,
+        "grad_norm": grad_norms[-1],
+        "explained_variance": distributed.explained_variance(returns, old_values, played),
+    }
 
 
 # --- main -------------------------------------------------------------------------------------------------------------
@@ -430,8 +435,7 @@ def learn(agents, critic, rollouts, args, generator):
 @timed
 def evaluate(agents, task, items, args):
     """The mean reward of an episode over held-out items; sampled with the same noise each time."""
-    generator = distributed.generator(args.seed)
-    rollouts = play(agents, task, distributed.share(items), args, generator)
+    rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
 

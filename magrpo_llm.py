@@ -1,17 +1,19 @@
 """Group-relative policy gradients (MAGRPO) for a team of language models, in one file.
 
 Each agent has its own actor and no critic; the other agents are part of its environment. The team plays each item K
-times (--num-generations), and what an agent earns from a turn on is compared with the item's other episodes.
-For an answer a_t that an agent samples after h_t, which is all that it has read and written before:
+times (--num-generations), and what an agent earns from a turn on is compared with the item's other episodes. As in the
+paper there is no probability ratio and no clipping of the policy loss. For an answer a_t that an agent samples in turn
+t after h_t, which is all that it has read and written before:
 
     R_t = r_t + gamma R_{t+1}                          R = 0 after the last turn
     A_t = R_t - mean of the group's R_t                the group: the item's episodes that have a turn t
-    actor     maximises  mean of  log pi(a_t|h_t) A_t + beta H(pi(.|h_t))
+    actor     maximises  mean of  log pi(a_t|h_t) A_t  over the answers of a mini-batch, log pi the sum of their tokens'
+                         + beta times the mean entropy of their tokens
 
 Every token costs kl_coef (log pi - log pi_ref), and each turn earns its reward. --advantage-mode rloo compares with the
-mean of the other episodes, max with the best one, raw with nothing. As in the paper there is no probability ratio, no
-clipping of the policy loss, and no division by the group's deviation (--advantage-normalization divides). In CoMLRL
-each history has K answers, which makes K^T episodes of T turns; here K episodes are played, each to its end.
+mean of the other episodes, max with the best one, raw with nothing. As in the paper A_t are not divided by the group's
+deviation (--advantage-normalization divides). In CoMLRL each history has K answers, which makes K^T episodes of T
+turns; here K episodes are played, each to its end.
 
     python magrpo_llm.py --num-agents 2
     torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -19,7 +21,7 @@ each history has K answers, which makes K^T episodes of T turns; here K episodes
 Models stay in eval mode, without dropout. log pi is over the whole vocabulary, even if --top-k truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
-Shapes: B episodes of one process, S tokens of a transcript, padded on the right.
+Shapes: B episodes of one process, S tokens of a transcript, padded on the right, T turns.
 Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
 """
 
@@ -31,6 +33,7 @@ from typing import Annotated, Literal
 import datasets
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch.distributions import Categorical
 from torch.nn.functional import pad
 from transformers import set_seed
 
@@ -73,7 +76,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     advantage_normalization: bool = False  # divide advantages by the group's standard deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; all steps but the first are off-policy, uncorrected
+    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects for the steps that were taken before
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -300,16 +303,16 @@ def policy_forward(policy, rollout, rows, args):
     sampled = rollout.turns[rows] > 0
     # At each of them the output of the position before, which predicts the token
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
-    log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
-    logprobs = log_pi.gather(-1, rollout.ids[rows][sampled][:, None]).squeeze(-1)
+    pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
+    logprobs = pi.log_prob(rollout.ids[rows][sampled])
+    entropy = pi.entropy()
     if not args.entropy_coef:
-        log_pi = log_pi.detach()  # the entropy is a metric only
-    entropy = -(log_pi.exp() * log_pi).sum(-1)
+        entropy = entropy.detach()  # it is a metric only
     return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled)
 
 
 def group_advantages(returns, played, args):
-    """What each R_t is above that of its group; all are [B, T]: returns, 1 on turns that were played, and the result.
+    """A_t from R_t, `returns`; all are [B, T + 1], as is `played`, 1 on turns that were played.
 
     A group is the K neighbouring episodes of an item, as far as they have that turn.
     """
@@ -396,8 +399,7 @@ def learn(agent, rollout, args, generator):
 @timed
 def evaluate(agents, task, items, args):
     """The mean reward of an episode over held-out items; sampled with the same noise each time."""
-    generator = distributed.generator(args.seed)
-    rollouts = play(agents, task, distributed.share(items), args, generator)
+    rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
 

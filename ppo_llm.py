@@ -34,6 +34,7 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch.distributions import Categorical
 from torch.nn.functional import pad
 from transformers import set_seed
 
@@ -53,9 +54,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     seed: NonNegativeInt = 1  # the same seed gives the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder or hub name of the initial models: one for all, or one each
     num_agents: PositiveInt = 1
-    use_separate_critic: bool = (
-        True  # a critic has adapters, or a model, of its own; else it is a value head on the actor
-    )
+    use_separate_critic: bool = True  # a critic has adapters, or a model, of its own; else a value head on the actor
     lora_rank: NonNegativeInt = 16  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     use_separate_reference_adapter: bool = True  # the reference has adapters of its own; else it is the initial model
     # updates between copies of the actor to the reference; 0: never
@@ -104,6 +103,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
+# tasks.load_task makes a TeamEnv of one player of it: B games, each with its own seed; an observation is a message.
 
 
 class Env:
@@ -330,11 +330,11 @@ def policy_forward(policy, rollout, where, rows, args):
     where = where[rows]
     # At each of them the output of the position before, which predicts the token
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=where)
-    log_pi = (out.logits.float() / args.temperature).log_softmax(-1)  # [n, vocabulary]
-    logprobs = log_pi.gather(-1, rollout.ids[rows][where][:, None]).squeeze(-1)
+    pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
+    logprobs = pi.log_prob(rollout.ids[rows][where])
+    entropy = pi.entropy()
     if not args.entropy_coef:
-        log_pi = log_pi.detach()  # the entropy is a metric only
-    entropy = -(log_pi.exp() * log_pi).sum(-1)
+        entropy = entropy.detach()  # it is a metric only
     return models.unflatten(logprobs, where), models.unflatten(entropy, where), out.hidden_states
 
 
@@ -362,6 +362,11 @@ def gae(rewards, values, mask, gamma, gae_lambda):
     return advantages * mask, (advantages + values) * mask
 
 
+def sum_by_action(x, start):
+    """Sums of x [b, S] over the tokens of each action, in the column in which it starts; 0 elsewhere."""
+    return torch.zeros_like(x).scatter_add(1, start, x)
+
+
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
@@ -378,7 +383,7 @@ def learn(agent, rollout, args, generator):
     else:
         action_mask = is_first
         start = (is_first * columns).cummax(1).values.long()
-        tokens_of_turn = torch.zeros_like(mask).scatter_add(1, start, mask).gather(1, start).clamp(min=1)
+        tokens_of_turn = sum_by_action(mask, start).gather(1, start).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": is_last}
         value_weights = reductions[args.turn_value_reduction]  # [B, S] of a token's V in its turn's
 
@@ -411,11 +416,11 @@ def learn(agent, rollout, args, generator):
             if args.kl_loss_coef > 0:
                 ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, where, rows, args)
             token_values[rows] = baseline[rows] + critic_forward(agent, rollout, where, rows, hidden_states)
-    old_values = torch.zeros_like(mask).scatter_add(1, start, token_values * value_weights)
+    old_values = sum_by_action(token_values * value_weights, start)
 
     # 5. Advantages. Another algorithm puts its own here
     end_value = (token_values * is_end).sum(1, keepdim=True)  # [B, 1] 0 where the episode has ended
-    rewards = torch.zeros_like(mask).scatter_add(1, start, rewards).scatter_add(1, last_action, args.gamma * end_value)
+    rewards = sum_by_action(rewards, start).scatter_add(1, last_action, args.gamma * end_value)
     advantages, returns = gae(rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
@@ -437,7 +442,7 @@ def learn(agent, rollout, args, generator):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, where, rows, args)
                 log_ratio = (logprobs - old_logprobs[rows]) * mask[rows]
                 if args.turn_level_clip:
-                    log_ratio = torch.zeros_like(log_ratio).scatter_add(1, start[rows], log_ratio)
+                    log_ratio = sum_by_action(log_ratio, start[rows])
                 ratio = log_ratio.exp()
                 clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
                 policy_error = torch.max(-advantages[rows] * ratio, -advantages[rows] * clipped_ratio)
@@ -450,7 +455,7 @@ def learn(agent, rollout, args, generator):
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
 
                 values = baseline[rows] + critic_forward(agent, rollout, where, rows, hidden_states)
-                values = torch.zeros_like(values).scatter_add(1, start[rows], values * value_weights[rows])
+                values = sum_by_action(values * value_weights[rows], start[rows])
                 change = (values - old_values[rows]).clamp(-args.clip_coef, args.clip_coef)
                 clipped_values = old_values[rows] + change
                 error = torch.max((values - returns[rows]) ** 2, (clipped_values - returns[rows]) ** 2)
@@ -493,8 +498,7 @@ def learn(agent, rollout, args, generator):
 @timed
 def evaluate(agents, task, items, args):
     """The mean reward of an episode over held-out items; sampled with the same noise each time."""
-    generator = distributed.generator(args.seed)
-    rollouts = play(agents, task, distributed.share(items), args, generator)
+    rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
 

@@ -408,7 +408,7 @@ OTHER_EPISODES = [  # of a second agent: in each turn up to the last one somebod
 
 def joint_values(critic, transcripts):
     """{turn: V} of an episode of a team, from its transcripts as text."""
-    tokenizer = critic.tokenizer
+    tokenizer = critic.critic.tokenizer
     ids, marks = [], {}
     places = [0 for _ in transcripts]
     for turn in range(1, 1 + max([0, *(turn for own in transcripts for turn in own.turns)])):
@@ -438,7 +438,9 @@ def test_a_teams_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch,
     critic = maac_llm.Critic(initials(args)[0], 10, args)
     randomise([*agents, critic])
     critic.state["std"] = 9.0
-    teams = [make_transcripts(maac_llm, critic.tokenizer, own, k) for k, own in enumerate((EPISODES, OTHER_EPISODES))]
+    teams = [
+        make_transcripts(maac_llm, critic.critic.tokenizer, own, k) for k, own in enumerate((EPISODES, OTHER_EPISODES))
+    ]
     episodes = [*zip(*teams)]
     exact = Exact([*agents, critic])
 

@@ -140,7 +140,7 @@ def test_a_teams_transcripts_are_one_text_turn_by_turn(agent):
     first = transcript(("Say one.", 0), (" one", 1), ("Say three.", 0), (" three", 3))
     second = transcript(("Wait.", 0), (" so", 3))
     rollouts = [ippo_llm.Rollout(*pad_right([own], agent)) for own in (first, second)]
-    critic = SimpleNamespace(tokenizer=tokenizer, critic=SimpleNamespace(device="cpu", config=config_of(200)))
+    critic = SimpleNamespace(critic=SimpleNamespace(tokenizer=tokenizer, device="cpu", config=config_of(200)))
     ids, attention_mask, turns = join_transcripts([agent, agent], rollouts, critic, 3)
     end = tokenizer.eos_token
     assert tokenizer.decode(ids[0, attention_mask[0] > 0]) == (

@@ -109,8 +109,7 @@ def pad_left(contexts, agent):
 def pad_right(transcripts, agent):
     """B transcripts as the fields of a Rollout, in their order, in one column more than the longest has tokens."""
     width = 1 + max([1, *[len(transcript.ids) for transcript in transcripts]])
-    device = getattr(agent, "actor", None) or agent.critic
-    device = device.device
+    device = getattr(agent, "actor", agent).device
 
     def rows(lists, value, dtype):
         padded = [[*row, *[value] * (width - len(row))] for row in lists]
@@ -164,7 +163,8 @@ def join_transcripts(agents, rollouts, critic, num_turns):
 
     Raises UserError where the critic has no room for it.
     """
-    encode_text = lambda text: critic.tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
+    tokenizer = critic.critic.tokenizer
+    encode_text = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
     rows = []
     for b in range(len(rollouts[0].ids)):
         own_turns = [split_turns(rollout, b, agent) for agent, rollout in zip(agents, rollouts)]
@@ -175,7 +175,7 @@ def join_transcripts(agents, rollouts, critic, num_turns):
                 continue
             read = encode_text("".join(f"Agent {i} reads:\n{each.observation}\n\n" for i, each in acting.items()))
             written = encode_text("".join(f"Agent {i} writes:\n{each.answer}\n\n" for i, each in acting.items()))
-            row.ids += [*read, critic.tokenizer.eos_token_id or critic.tokenizer.pad_token_id, *written]
+            row.ids += [*read, tokenizer.eos_token_id or tokenizer.pad_token_id, *written]
             row.turns += [0] * len(read) + [turn] + [0] * len(written)
         row.rewards += [0.0] * len(row.ids)
         rows.append(row)
@@ -183,7 +183,7 @@ def join_transcripts(agents, rollouts, critic, num_turns):
     longest = max([len(row.ids) for row in rows], default=0)
     if room and longest > room:
         raise UserError(f"the critic has {room} positions, and what the team reads and writes has {longest} tokens")
-    return pad_right(rows, critic)[:3]
+    return pad_right(rows, critic.critic)[:3]
 
 
 @dataclass

@@ -58,7 +58,7 @@ def save_agents(folder, agents, checkpoint=False, with_optimizer=False, with_bas
                 save_optimizer(aside, optimizer, f"optimizer_{k}")
         if not is_main():
             continue
-        agent.tokenizer.save_pretrained(aside)
+        getattr(agent, main_role(agent)).tokenizer.save_pretrained(aside)
         if hasattr(agent, "value_head"):
             save_tensors(agent.value_head.state_dict(), aside / HEAD)
         if checkpoint or has_adapters:
