@@ -134,7 +134,7 @@ def external_transition(item, agent_completions):
 
 
 class Agent:
-    """An actor, its frozen initial copy, a critic, and an optimiser for each."""
+    """An actor, its frozen initial copy, a critic, and an optimiser for actor and critic."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -159,8 +159,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has the same methods. An agent without an observation
-    does not act in that episode, so agents may also act one after the other.
+    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent without
+    an observation does not act in that episode, so agents may also act one after the other.
     """
 
     def __init__(self, task, items, args):
@@ -230,6 +230,7 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] a turn's reward, on its last token
+    truncated: torch.Tensor  # [B] True where the episode was cut short
     answers: list  # B lists of texts, one for each turn
 
 
@@ -273,7 +274,7 @@ def play(agents, task, items, args, generator):
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env or the task may bring another one
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
-    truncated = set()  # episodes that are cut short: their agents read what they observe, and do not act any more
+    truncated = set()  # episodes that were cut short, by the environment or for lack of room
     turn = 0
     with models.sampling(agents, args):  # for vLLM and for sharded models: the weights of now, whole
         while any(observations):
@@ -282,7 +283,7 @@ def play(agents, task, items, args, generator):
                 for b, chat in observed.items():
                     own[b].extend(models.encode(chat, own[b].ids, agent))  # an answer that was cut is ended first
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
-                        truncated.add(b)
+                        truncated.add(b)  # then its agents read what they observe, and do not act any more
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
@@ -294,7 +295,8 @@ def play(agents, task, items, args, generator):
                 actions.append(dict(zip(episodes, texts)))
             if not any(actions):
                 break
-            observations, rewards, truncated = env.step(actions)
+            observations, rewards, cut = env.step(actions)
+            truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
                     if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted: the reward is lost
@@ -302,7 +304,7 @@ def play(agents, task, items, args, generator):
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    return [Rollout(*models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]
+    return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------

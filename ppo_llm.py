@@ -3,17 +3,20 @@
 Each agent has its own actor and critic: adapters on a base that all agents share (--lora-rank 0: whole models). For an
 action a_t, a token that an agent samples after h_t, which is all that it has read and written before:
 
-    V(h_t)  = critic(h_t) + b_k                        b_k: mean reward-to-go of turn k, that of a_t, over the rollout
+    V(h_t)  = critic(h_t) + b_k                        b_k: mean reward-to-go, undiscounted, of the tokens of turn k,
+                                                       that of a_t, in the rollout
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
     actor     minimises  mean of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) + kl_loss_coef (exp(d) - d - 1)
                                   - entropy_coef H(pi(.|h_t))
-    critic    minimises  mean of  1/2 (V(h_t) - (A_t + V_old(h_t)))^2, clipped to V_old +- eps
+    critic    minimises  mean of  1/2 (V(h_t) - (A_t + V_old(h_t)))^2, or with V clipped to V_old +- eps if that is more
 
 After the last action V = 0 where the episode ends, and V of all that was read and written where it is cut short: by its
-environment, or for lack of room. The A_t of the actor are standardised. With --action-granularity turn an action is an
-answer, whose tokens all have its A; with --turn-level-clip rho is the product of its tokens' too.
+environment, or for lack of room. Means are over the sampled tokens of a mini-batch, the critic's over its actions. The
+actor's A_t are less their mean, and divided by their standard deviation, or by 0.98 of the last divisor if that is
+more. With --action-granularity turn an action is an answer, whose tokens all have its A; with --turn-level-clip rho,
+too, is the answer's: the product over its tokens.
 
     python ppo_llm.py                                                      guess a number in at most six turns
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72       two agents summarise, in one turn
@@ -76,7 +79,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Advantages
     # what is an action; auto: a turn, if there may be several
     action_granularity: Literal["token", "turn", "auto"] = "token"
-    # V of a turn, from its tokens' V
+    # V of an answer, from its tokens' V: but for the first, these have read a part of it
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(
         "action_granularity=token", default="first_value"
     )
@@ -84,7 +87,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     gae_lambda: Fraction = 0.95
     reward_normalization: bool = False  # divide rewards by the standard deviation of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
-    advantage_normalization: bool = True  # standardise advantages over the rollout's actions
+    advantage_normalization: bool = True  # centre and scale advantages over the rollout's actions
 
     # Optimisation
     update_epochs: PositiveInt = 2  # passes over a rollout
@@ -146,7 +149,7 @@ class Env:
 
 
 class Agent:
-    """An actor, its frozen initial copy, a critic, and an optimiser for each."""
+    """An actor, a frozen reference, a critic, and an optimiser for actor and critic."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -164,7 +167,7 @@ class Agent:
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
-        self.state = {"std": 0.0}  # of advantages
+        self.state = {"std": 0.0}  # the last divisor of advantages
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -173,8 +176,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has the same methods. An agent without an observation
-    does not act in that episode, so agents may also act one after the other.
+    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent without
+    an observation does not act in that episode, so agents may also act one after the other.
     """
 
     def __init__(self, task, items, args):
@@ -244,6 +247,7 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] a turn's reward, on its last token
+    truncated: torch.Tensor  # [B] True where the episode was cut short
     answers: list  # B lists of texts, one for each turn
 
 
@@ -287,7 +291,7 @@ def play(agents, task, items, args, generator):
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env or the task may bring another one
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
-    truncated = set()  # episodes that are cut short: their agents read what they observe, and do not act any more
+    truncated = set()  # episodes that were cut short, by the environment or for lack of room
     turn = 0
     with models.sampling(agents, args):  # for vLLM and for sharded models: the weights of now, whole
         while any(observations):
@@ -296,7 +300,7 @@ def play(agents, task, items, args, generator):
                 for b, chat in observed.items():
                     own[b].extend(models.encode(chat, own[b].ids, agent))  # an answer that was cut is ended first
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
-                        truncated.add(b)
+                        truncated.add(b)  # then its agents read what they observe, and do not act any more
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
@@ -308,7 +312,8 @@ def play(agents, task, items, args, generator):
                 actions.append(dict(zip(episodes, texts)))
             if not any(actions):
                 break
-            observations, rewards, truncated = env.step(actions)
+            observations, rewards, cut = env.step(actions)
+            truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
                     if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted: the reward is lost
@@ -316,7 +321,7 @@ def play(agents, task, items, args, generator):
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    return [Rollout(*models.pad_right(own, agent)) for agent, own in zip(agents, transcripts)]
+    return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -387,13 +392,11 @@ def learn(agent, rollout, args, generator):
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": is_last}
         value_weights = reductions[args.turn_value_reduction]  # [B, S] of a token's V in its turn's
 
-    # 2. Episodes that were cut short end with what was read, after which V is read too, in the column behind it
+    # 2. Where an episode was cut short, V of all that was read and written, in the column behind it
     last_action = (action_mask * columns).amax(1, keepdim=True).long()  # [B, 1] its column
-    last_token = (mask * columns).amax(1)
-    was_cut = (last_token + 1 < lengths) & (last_token > 0)
-    is_end = was_cut[:, None] & (columns == lengths[:, None])
-    where = (mask > 0) | is_end
-    turns = torch.where(is_end, rollout.turns.amax(1, keepdim=True) + 1, rollout.turns)  # the end opens another turn
+    is_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
+    is_end = is_cut[:, None] & (columns == lengths[:, None])  # S is at least one more than the longest transcript
+    where = (mask > 0) | is_end  # [B, S] where V is read
 
     # 3. Rewards, and the baseline, the mean reward-to-go of each turn; the critic starts at 0
     rewards = rollout.rewards
@@ -401,10 +404,16 @@ def learn(agent, rollout, args, generator):
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
+    num_turns = distributed.max(rollout.turns)
+    next_turn = (rollout.turns.amax(1, keepdim=True) + 1).clamp(max=num_turns)
+    turns = torch.where(is_end, next_turn, rollout.turns)  # the end is of the turn that would come next
     baseline = torch.zeros_like(rewards)
-    for turn in range(1, distributed.max(rollout.turns) + 1):
+    b = 0.0
+    for turn in reversed(range(1, num_turns + 1)):
         in_turn = (rollout.turns == turn).float()
-        baseline += (turns == turn) * distributed.masked_mean(rewards_to_go, in_turn)
+        if distributed.max(in_turn):  # else the agent never acts in this turn, and an end has the b of the next one
+            b = distributed.masked_mean(rewards_to_go, in_turn)
+        baseline += (turns == turn) * b
 
     # 4. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)

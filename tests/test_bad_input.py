@@ -188,11 +188,11 @@ class Players:
         return self.returned.get("reset", [self.first, {}])
 
     def step(self, actions):
-        observations, rewards, cut_short = [{}, {}], [{b: 1.0 for b in actions[0]}, {}], set()
+        observations, rewards, truncated = [{}, {}], [{b: 1.0 for b in actions[0]}, {}], set()
         return (
             self.returned.get("observations", observations),
             self.returned.get("rewards", rewards),
-            self.returned.get("cut_short", cut_short),
+            self.returned.get("truncated", truncated),
         )
 
 
@@ -202,7 +202,7 @@ PLAYERS = {
     "an episode": ({"observations": [{4: "a"}, {}]}, "returned observations of 4; it takes one of 4 episodes, from 0"),
     "a reward of none": ({"rewards": [{"a": 1.0}, {}]}, "returned rewards of 'a'; it takes one of 4 episodes, from 0"),
     "a text": ({"rewards": [{0: "a"}, {}]}, "returned the reward 'a' of agent 0 in episode 0; it takes a number"),
-    "cut": ({"cut_short": {9}}, "returned cut_short of 9; it takes one of 4 episodes, from 0"),
+    "cut": ({"truncated": {9}}, "returned truncated of 9; it takes one of 4 episodes, from 0"),
 }
 
 

@@ -33,6 +33,7 @@ EPISODES = [  # pieces of transcripts: how many tokens, and the turn in which th
     [(7, 0), (3, 1), (6, 0)],  # cut short after turn 1
     [(5, 0), (2, 1), (3, 0), (4, 2), (3, 0)],  # and after turn 2
 ]
+TRUNCATED = {0, 1, 7, 8, 9}  # the first two for another agent's lack of room, so that this one reads no more
 SIZES = {"rollout_buffer_size": len(EPISODES), "train_size": len(EPISODES), "num_turns": 3}
 TEAM = {"update_epochs": 2, "mini_batch_size": 4, "micro_batch_size": 3, "temperature": 0.8, "gamma": 0.9}
 TEAM |= {"entropy_coef": 0.3, "actor_learning_rate": 3e-3, "critic_learning_rate": 1e-2, "max_grad_norm": 1e9}
@@ -139,7 +140,7 @@ def value_of(learner, hidden_states):
 
 
 def read(learner, transcript, args):
-    """The tokens that an agent sampled, and the critic's value after all that it read, if nothing was sampled there."""
+    """The tokens that an agent sampled, and the critic's value after all that it read and wrote."""
     if not any(transcript.turns):
         return [], None
     hidden_states, model = hidden_states_of(learner.actor, transcript.ids)
@@ -158,7 +159,7 @@ def read(learner, transcript, args):
             before = log_pi[t - 1]
             entropy = -(before.exp() * before).sum()
             tokens.append(Token(turn, reward, before[token], log_ref[t - 1, token], entropy, values[t - 1]))
-    return tokens, values[-1] if transcript.turns[-1] == 0 else None
+    return tokens, values[-1]
 
 
 def mean(numbers):
@@ -228,7 +229,7 @@ class Targets:
         self.actions = [actions_of(tokens, self.by_turn) for tokens in episodes]
         self.old_values = [self.values(tokens, actions) for tokens, actions in zip(episodes, self.actions)]
         self.advantages, self.returns = [], []
-        for (tokens, end), actions, values in zip(read_episodes, self.actions, self.old_values):
+        for b, ((tokens, end), actions, values) in enumerate(zip(read_episodes, self.actions, self.old_values)):
             rewards = []
             for action in actions:
                 reward = sum(tokens[k].reward / scale for k in action)
@@ -236,8 +237,9 @@ class Targets:
                     reward -= args.kl_coef * sum(float(tokens[k].logprob - tokens[k].reference) for k in action)
                 rewards.append(reward)
             end_value = 0.0
-            if script is ppo_llm and end is not None:
-                end_value = float(end) + self.baseline.get(tokens[-1].turn + 1, 0.0)
+            if script is ppo_llm and tokens and b in TRUNCATED:
+                later = [turn for turn in sorted(self.baseline) if turn > tokens[-1].turn]
+                end_value = float(end) + self.baseline[later[0] if later else max(self.baseline)]
             gae_lambda = getattr(args, "gae_lambda", 0.0)
             advantages = estimate(rewards, [float(value) for value in values], end_value, args.gamma, gae_lambda)
             self.advantages.append(advantages)
@@ -372,9 +374,12 @@ def test_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch, case):
     if script is ippo_llm:
         agent.state["std"] = 9.0  # as if earlier rollouts had been more different
     transcripts = make_transcripts(script, agent.tokenizer, EPISODES)
+    if case == "ppo of tokens":  # agents act in turn: this one in the first, third and fifth
+        for transcript in transcripts:
+            transcript.turns = [max(0, 2 * turn - 1) for turn in transcript.turns]
     targets = Targets(script, Exact([agent]), transcripts, args)
     steps = watch_steps(monkeypatch, [agent])
-    rollout = script.Rollout(*models.pad_right(transcripts, agent))
+    rollout = script.Rollout(*models.pad_right(transcripts, agent, TRUNCATED))
     metrics = script.learn(agent, rollout, args, seeded(7))
 
     all_parts, largest = [], []

@@ -32,7 +32,15 @@ OWN = {  # what scripts have of their own, or lack, beside ippo_llm.py
     "iac": {"gae", "td_error"},
     "maac": {"gae", "Critic", "TeamText"},
     "magrpo": {"gae", "critic_forward", "group_advantages"},
-    "ppo": {"train_dataset", "eval_dataset", "formatters", "reward_func", "external_transition", "Env", "sum_by_action"},
+    "ppo": {
+        "train_dataset",
+        "eval_dataset",
+        "formatters",
+        "reward_func",
+        "external_transition",
+        "Env",
+        "sum_by_action",
+    },
 }
 
 

@@ -137,10 +137,10 @@ class Recorder:
         return self.observations
 
     def step(self, actions):
-        observations, rewards, cut_short = self.env.step(actions)
+        observations, rewards, truncated = self.env.step(actions)
         self.turns.append((self.observations, actions, rewards))
         self.observations = observations
-        return observations, rewards, cut_short
+        return observations, rewards, truncated
 
     def episode(self, b, num_agents):
         """Episode b as a dict."""

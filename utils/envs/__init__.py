@@ -13,7 +13,7 @@ score of an episode at best.
 An environment of N players is a class TeamEnv(task, items, args) with the methods of the scripts' own:
 
     reset() -> observations, N dicts {episode: chat}
-    step(actions) -> observations, rewards, cut_short: N dicts {episode: answer} -> N dicts {episode: chat},
+    step(actions) -> observations, rewards, truncated: N dicts {episode: answer} -> N dicts {episode: chat},
         N dicts {episode: float}, and a set of episodes whose agents read and do not act any more. What an agent earns
         before it first acts is left out
 
@@ -274,12 +274,12 @@ def guarded(TeamEnv, label):
         def step(self, actions):
             with self.guard("step"):
                 result = self.env.step(actions)
-            names = ("observations", "rewards", "cut_short")
-            observations, rewards, cut_short = check_length(result, f"step of {label}", names)
+            names = ("observations", "rewards", "truncated")
+            observations, rewards, truncated = check_length(result, f"step of {label}", names)
             with self.guard("step"):
-                cut_short = set(cut_short)
-                self.check_episodes(cut_short, "step", "cut_short")
-                return self.check_observations(observations, "step"), self.check_rewards(rewards), cut_short
+                truncated = set(truncated)
+                self.check_episodes(truncated, "step", "truncated")
+                return self.check_observations(observations, "step"), self.check_rewards(rewards), truncated
 
         def check_observations(self, observations, method):
             for i, own in enumerate(self.check(observations, method, "observations")):

@@ -106,7 +106,7 @@ def pad_left(contexts, agent):
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def pad_right(transcripts, agent):
+def pad_right(transcripts, agent, truncated=()):
     """B transcripts as the fields of a Rollout, in their order, in one column more than the longest has tokens."""
     width = 1 + max([1, *[len(transcript.ids) for transcript in transcripts]])
     device = getattr(agent, "actor", agent).device
@@ -119,7 +119,8 @@ def pad_right(transcripts, agent):
     attention_mask = rows([[1] * len(each.ids) for each in transcripts], 0, torch.long)
     turns = rows([each.turns for each in transcripts], 0, torch.long)
     rewards = rows([each.rewards for each in transcripts], 0.0, torch.float32)
-    return ids, attention_mask, turns, rewards, [each.answers for each in transcripts]
+    was_cut = torch.tensor([b in truncated for b in range(len(transcripts))], dtype=torch.bool, device=device)
+    return ids, attention_mask, turns, rewards, was_cut, [each.answers for each in transcripts]
 
 
 def unflatten(x, mask):
