@@ -13,8 +13,8 @@ read and written before:
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2, clipped as in PPO
 
 r_t is a penalty on each token, -kl_coef (log pi - log pi_ref), and on the last token of a turn also the turn's reward,
-divided by the standard deviation of episode returns. The actor's A_t are standardised with a constant beside their
-deviation, (A - mean) / (std + 0.3), so that late noise is not blown up.
+divided by the standard deviation of episode returns, or by 0.98 of the last divisor if that is more. The actor's A_t
+are standardised with a constant beside their deviation, (A - mean) / (std + 0.3). So late noise is not blown up.
 
     python iac_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 iac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -22,7 +22,7 @@ deviation, (A - mean) / (std + 0.3), so that late noise is not blown up.
 Models stay in eval mode, without dropout. log pi is over the whole vocabulary, even if --top-k truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
-Shapes: B episodes of one process, S tokens of a transcript, padded on the right.
+Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right.
 Sources: CoMLRL's page on Multi-Agent Actor-Critic, arXiv 2601.21972 (there CoLLM-DC).
 """
 
@@ -80,7 +80,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects for the steps that were taken before
+    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects that steps after the first are off-policy
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -149,7 +149,7 @@ class Agent:
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
-        self.state = {"std": 0.0}  # of what an episode earns
+        self.state = {"std": 0.0}  # the last divisor of rewards; it is saved
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, rewards as N dicts {episode: float}, and truncated episodes, whose agents read a
-        last observation and do not act any more. A task truncates none.
+        Returns the next observations, rewards as N dicts {episode: float}, and the set of episodes that it cuts short,
+        in which agents read a last observation and do not act any more. A task cuts none short.
         """
         episodes = list(actions[0])  # those that go on
         for b in episodes:
@@ -193,7 +193,8 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # always N lists of floats
+        # The task passes on what its functions name, and makes N lists of floats of what reward_func returns
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
             if len(history[0]) < 2 * self.args.num_turns:  # it has a chat and an answer for each turn
@@ -298,7 +299,7 @@ def play(agents, task, items, args, generator):
             truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted: the reward is lost
+                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted, and earns nothing
                         own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -310,7 +311,8 @@ def play(agents, task, items, args, generator):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi(a_t|h_t) and the entropy of pi(.|h_t), [b, S], and the hidden states they come from, [n, D].
+    """log pi of each token and the entropy of its distribution, given all that stands before it, [b, S], and their
+    hidden states, [n, D].
 
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
@@ -392,18 +394,18 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # gradients are averaged later
-            num_turns = distributed.mean(action_mask[minibatch].sum()).clamp(min=1)
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # over processes, as gradients are
+            num_answers = distributed.mean(action_mask[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
-                policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_turns
+                policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_answers
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
 
                 values = baseline[rows] + critic_forward(agent, rollout, rows, hidden_states)
                 change = (values - old_values[rows]).clamp(-args.value_clip_range, args.value_clip_range)
                 clipped_values = old_values[rows] + change
                 error = torch.max((values - returns[rows]) ** 2, (clipped_values - returns[rows]) ** 2)
-                value_loss = (error * action_mask[rows]).sum() / num_turns
+                value_loss = (error * action_mask[rows]).sum() / num_answers
 
                 loss = policy_loss - args.entropy_coef * mean_entropy + args.value_loss_coef * value_loss
                 loss.backward()  # gradients of micro-batches add up
@@ -451,7 +453,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # one for each update, an item for each episode
+    batches = tasks.shuffled_batches(train_items, args)  # lists of rollout_buffer_size / num_generations items
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
@@ -460,7 +462,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
     with run.start(agents, generator):  # resumes, and saves however the run ends
         for update in run.updates():
-            items = distributed.share(batches[update])  # of one process; --num-generations of an item are neighbours
+            items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
             eval_reward = evaluate(agents, task, eval_items, args) if run.is_due(update, args.eval_interval) else None

@@ -20,7 +20,7 @@ to that answer's turn. Actors have (A_t - mean) / (std + 0.3) over the rollout, 
 Models stay in eval mode, without dropout. log pi is over the whole vocabulary, even if --top-k truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
-Shapes: B episodes of one process, S tokens of a transcript, padded on the right, T turns.
+Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
 """
 
@@ -77,7 +77,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects for the steps that were taken before
+    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects that steps after the first are off-policy
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -136,8 +136,8 @@ class Agent:
         self.longest_prompt = initial.longest_prompt  # tokens of a context that leave room for max_new_tokens
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
-        self.optimizers = [models.adamw([self.actor], args.actor_learning_rate, args)]
-        self.schedules = [models.lr_schedule(self.optimizers[0], num_updates, args)]
+        self.optimizer = models.adamw([self.actor], args.actor_learning_rate, args)
+        self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
 
 class Critic:
@@ -146,9 +146,9 @@ class Critic:
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # [n, D] to [n]; starts at 0
-        self.state = {"std": 0.0}  # of what an episode earns
-        self.optimizers = [models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)]
-        self.schedules = [models.lr_schedule(self.optimizers[0], num_updates, args)]
+        self.state = {"std": 0.0}  # the last divisor of rewards; it is saved
+        self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
+        self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -182,8 +182,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, rewards as N dicts {episode: float}, and truncated episodes, whose agents read a
-        last observation and do not act any more. A task truncates none.
+        Returns the next observations, rewards as N dicts {episode: float}, and the set of episodes that it cuts short,
+        in which agents read a last observation and do not act any more. A task cuts none short.
         """
         episodes = list(actions[0])  # those that go on
         for b in episodes:
@@ -192,7 +192,8 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # always N lists of floats
+        # The task passes on what its functions name, and makes N lists of floats of what reward_func returns
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
             if len(history[0]) < 2 * self.args.num_turns:  # it has a chat and an answer for each turn
@@ -297,7 +298,7 @@ def play(agents, task, items, args, generator):
             truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted: the reward is lost
+                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted, and earns nothing
                         own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -309,7 +310,7 @@ def play(agents, task, items, args, generator):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi(a_t|h_t) and the entropy of pi(.|h_t), [b, S].
+    """log pi of each token and the entropy of its distribution, given all that stands before it, [b, S].
 
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
@@ -398,7 +399,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_actions = distributed.mean(played[minibatch].sum()).clamp(min=1)  # gradients are averaged later
+            num_actions = distributed.mean(played[minibatch].sum()).clamp(min=1)  # over processes, as gradients are
             for rows in minibatch.split(args.micro_batch_size):
                 terms = []
                 for agent, rollout, mask in zip(agents, rollouts, masks):
@@ -418,11 +419,11 @@ def learn(agents, critic, rollouts, args, generator):
 
             grad_norms = []
             for learner in *agents, critic:
-                grad_norms.append(distributed.average_and_clip_gradients(learner.optimizers[0], args.max_grad_norm))
-                learner.optimizers[0].step()
-                learner.optimizers[0].zero_grad()
+                grad_norms.append(distributed.average_and_clip_gradients(learner.optimizer, args.max_grad_norm))
+                learner.optimizer.step()
+                learner.optimizer.zero_grad()
     for learner in *agents, critic:
-        learner.schedules[0].step()
+        learner.schedule.step()
 
     # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last, the rest from before the update
     *terms, value_loss = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
@@ -456,7 +457,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # one for each update, an item for each episode
+    batches = tasks.shuffled_batches(train_items, args)  # lists of rollout_buffer_size / num_generations items
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
@@ -466,7 +467,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
     with run.start([*agents, critic], generator):  # resumes, and saves however the run ends
         for update in run.updates():
-            items = distributed.share(batches[update])  # of one process; --num-generations of an item are neighbours
+            items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)
             metrics, critic_metrics = learn(agents, critic, rollouts, args, generator)
             eval_reward = evaluate(agents, task, eval_items, args) if run.is_due(update, args.eval_interval) else None

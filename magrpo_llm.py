@@ -5,15 +5,15 @@ times (--num-generations), and what an agent earns from a turn on is compared wi
 paper there is no probability ratio and no clipping of the policy loss. For an answer a_t that an agent samples in turn
 t after h_t, which is all that it has read and written before:
 
-    R_t = r_t + gamma R_{t+1}                          R = 0 after the last turn
+    R_t = r_t + gamma R_{t+1}                          R = 0 after its last turn
     A_t = R_t - mean of the group's R_t                the group: the item's episodes that have a turn t
     actor     maximises  mean of  log pi(a_t|h_t) A_t  over the answers of a mini-batch, log pi the sum of their tokens'
                          + beta times the mean entropy of their tokens
 
-Every token costs kl_coef (log pi - log pi_ref), and each turn earns its reward. --advantage-mode rloo compares with the
-mean of the other episodes, max with the best one, raw with nothing. As in the paper A_t are not divided by the group's
-deviation (--advantage-normalization divides). In CoMLRL each history has K answers, which makes K^T episodes of T
-turns; here K episodes are played, each to its end.
+r_t is the turn's reward, less kl_coef (log pi - log pi_ref) of each token of the answer. --advantage-mode rloo compares
+with the mean of the other episodes, max with the best one, raw with nothing. As in the paper A_t are not divided by the
+group's deviation (--advantage-normalization divides). In CoMLRL each history has K answers, which makes K^T episodes of
+T turns; here K episodes are played, each to its end.
 
     python magrpo_llm.py --num-agents 2
     torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -21,7 +21,7 @@ turns; here K episodes are played, each to its end.
 Models stay in eval mode, without dropout. log pi is over the whole vocabulary, even if --top-k truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
-Shapes: B episodes of one process, S tokens of a transcript, padded on the right, T turns.
+Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
 Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
 """
 
@@ -64,7 +64,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     num_generations: Annotated[int, Field(ge=2)] = 4  # K, episodes per item (the group), which are neighbouring rows
     num_turns: PositiveInt = 1  # longest episode, in turns
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
-    do_sample: bool = True  # --no-do-sample: greedy answers
+    do_sample: bool = True  # --no-do-sample: greedy answers, alike in a group
     temperature: PositiveFloat = 1.0
     top_p: Fraction = needs("do_sample", default=1.0)  # nucleus sampling
     top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
@@ -76,7 +76,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     advantage_normalization: bool = False  # divide advantages by the group's standard deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects for the steps that were taken before
+    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects that steps after the first are off-policy
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -135,9 +135,8 @@ class Agent:
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
 
-        self.optimizers = [models.adamw([self.actor], args.actor_learning_rate, args)]
-
-        self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
+        self.optimizer = models.adamw([self.actor], args.actor_learning_rate, args)
+        self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -171,8 +170,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, rewards as N dicts {episode: float}, and truncated episodes, whose agents read a
-        last observation and do not act any more. A task truncates none.
+        Returns the next observations, rewards as N dicts {episode: float}, and the set of episodes that it cuts short,
+        in which agents read a last observation and do not act any more. A task cuts none short.
         """
         episodes = list(actions[0])  # those that go on
         for b in episodes:
@@ -181,7 +180,8 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # always N lists of floats
+        # The task passes on what its functions name, and makes N lists of floats of what reward_func returns
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
             if len(history[0]) < 2 * self.args.num_turns:  # it has a chat and an answer for each turn
@@ -286,7 +286,7 @@ def play(agents, task, items, args, generator):
             truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted: the reward is lost
+                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted, and earns nothing
                         own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -298,7 +298,7 @@ def play(agents, task, items, args, generator):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi(a_t|h_t) and the entropy of pi(.|h_t), [b, S].
+    """log pi of each token and the entropy of its distribution, given all that stands before it, [b, S].
 
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
@@ -366,30 +366,27 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # gradients are averaged later
-            num_turns = distributed.mean(played[minibatch].sum()).clamp(min=1)
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # over processes, as gradients are
+            num_answers = distributed.mean(played[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
-                policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_turns
+                policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_answers
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
                 loss = policy_loss - args.entropy_coef * mean_entropy
                 loss.backward()  # gradients of micro-batches add up
                 losses.append(torch.stack([policy_loss, mean_entropy]).detach())
 
-            grad_norms = []
-            for optimizer in agent.optimizers:
-                grad_norms.append(distributed.average_and_clip_gradients(optimizer, args.max_grad_norm))
-                optimizer.step()
-                optimizer.zero_grad()
-    for schedule in agent.schedules:
-        schedule.step()
+            grad_norm = distributed.average_and_clip_gradients(agent.optimizer, args.max_grad_norm)
+            agent.optimizer.step()
+            agent.optimizer.zero_grad()
+    agent.schedule.step()
 
     # 5. Metrics: losses and entropy are means over the steps, grad_norm is the last, the rest from before the update
     policy_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
         "entropy": entropy,
-        "grad_norm": grad_norms[0],  # in the last step
+        "grad_norm": grad_norm,  # in the last step
         "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),
         "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
     }
@@ -416,7 +413,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # one for each update, an item for each episode
+    batches = tasks.shuffled_batches(train_items, args)  # lists of rollout_buffer_size / num_generations items
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
@@ -425,7 +422,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
     with run.start(agents, generator):  # resumes, and saves however the run ends
         for update in run.updates():
-            items = distributed.share(batches[update])  # of one process; --num-generations of an item are neighbours
+            items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
             eval_reward = evaluate(agents, task, eval_items, args) if run.is_due(update, args.eval_interval) else None

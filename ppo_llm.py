@@ -26,7 +26,7 @@ Models stay in eval mode; --lora-dropout is on while learning. log pi is over th
 truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
-Shapes: B episodes of one process, S tokens of a transcript, padded on the right.
+Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
 """
 
@@ -201,8 +201,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, rewards as N dicts {episode: float}, and truncated episodes, whose agents read a
-        last observation and do not act any more. A task truncates none.
+        Returns the next observations, rewards as N dicts {episode: float}, and the set of episodes that it cuts short,
+        in which agents read a last observation and do not act any more. A task cuts none short.
         """
         episodes = list(actions[0])  # those that go on
         for b in episodes:
@@ -211,7 +211,8 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # always N lists of floats
+        # The task passes on what its functions name, and makes N lists of floats of what reward_func returns
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
             if len(history[0]) < 2 * self.args.num_turns:  # it has a chat and an answer for each turn
@@ -316,7 +317,7 @@ def play(agents, task, items, args, generator):
             truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted: the reward is lost
+                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted, and earns nothing
                         own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -444,7 +445,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # gradients are averaged later
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # over processes, as gradients are
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
@@ -522,7 +523,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the game in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # one for each update, an item for each episode
+    batches = tasks.shuffled_batches(train_items, args)  # lists of rollout_buffer_size / num_generations items
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
@@ -531,7 +532,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
     with run.start(agents, generator):  # resumes, and saves however the run ends
         for update in run.updates():
-            items = distributed.share(batches[update])  # of one process; --num-generations of an item are neighbours
+            items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
             for agent in agents:

@@ -14,6 +14,7 @@ import magrpo_llm
 import ppo_llm
 from utils import models
 from utils.cli import UserError
+from utils.models.weights import optimizers_of
 from utils.tasks import number
 
 SMALL = {"rollout_buffer_size": 4, "train_size": 4, "num_train_epochs": 1, "eval_interval": 0, "num_turns": 1}
@@ -167,7 +168,7 @@ def test_epochs_and_mini_batches_make_optimiser_steps(tmp_path, tokenizer, scrip
     flags = {"rollout_buffer_size": 6, "mini_batch_size": 4, "train_size": 6, "update_epochs": 3}
     agents, _ = train(script, tmp_path, build_model(tokenizer), tokenizer, **flags)
     for agent in agents:  # 6 episodes in fours are 2 mini-batches
-        for optimizer in agent.optimizers:
+        for optimizer in optimizers_of(agent):
             assert {int(state["step"]) for state in optimizer.state.values()} == {6}
 
 

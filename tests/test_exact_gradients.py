@@ -39,6 +39,7 @@ import maac_llm
 import magrpo_llm
 import ppo_llm
 from utils import distributed
+from utils.models.weights import optimizers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft, about GPT-2's layers
 
@@ -327,7 +328,7 @@ class Team:
         """Note an actor's gradient, in place of clipping it, and let there be none for the step."""
         parameters = optimizer.param_groups[0]["params"]
         for agent, gradients in zip(self.agents, self.gradients):
-            if optimizer is agent.optimizers[0]:
+            if optimizer is optimizers_of(agent)[0]:
                 gradients.append(flatten([parameter.grad for parameter in parameters]))
         optimizer.zero_grad()
         return torch.tensor(0.0)

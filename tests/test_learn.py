@@ -20,6 +20,7 @@ import maac_llm
 import magrpo_llm
 import ppo_llm
 from utils import distributed, models
+from utils.models.weights import optimizers_of
 
 EPISODES = [  # pieces of transcripts: how many tokens, and the turn in which they are sampled, 0 of those that are read
     [(5, 0), (3, 1), (9, 0), (4, 2), (12, 0), (1, 3)],
@@ -69,7 +70,7 @@ def randomise(learners):
     generator = seeded(1)
     with torch.no_grad():
         for learner in learners:
-            for optimizer in learner.optimizers:
+            for optimizer in optimizers_of(learner):
                 for parameter in parameters(optimizer):
                     parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
 
@@ -109,12 +110,12 @@ class Exact:
     def gradients(self, loss):
         """Those by what each optimiser changes, lists of lists."""
         for learner in self.learners:
-            for optimizer in learner.optimizers:
+            for optimizer in optimizers_of(learner):
                 optimizer.zero_grad()
                 for parameter in parameters(optimizer):
                     parameter.requires_grad_(True)  # peft's set_adapter takes it from all but the last adapter
         loss.backward()
-        return [gradients_of(optimizer) for learner in self.learners for optimizer in learner.optimizers]
+        return [gradients_of(optimizer) for learner in self.learners for optimizer in optimizers_of(learner)]
 
 
 def gradients_of(optimizer):

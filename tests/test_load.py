@@ -14,6 +14,7 @@ import ppo_llm
 from utils.cli import UserError
 from utils.files import remove
 from utils.load import load
+from utils.models.weights import optimizers_of
 
 SMALL = {"train_size": 4, "rollout_buffer_size": 4, "mini_batch_size": 4, "num_train_epochs": 1, "eval_interval": 0}
 SMALL |= {"num_agents": 2, "max_new_tokens": 2, "num_turns": 1, "task": "number", "eval_size": 2}
@@ -34,7 +35,7 @@ def train(folder, script=ippo_llm, **flags):
 def state_of(agents):
     """Of all that is learned, and of what the optimisers remember of it."""
     for agent in agents:
-        for optimizer in agent.optimizers:
+        for optimizer in optimizers_of(agent):
             for parameter in (x for group in optimizer.param_groups for x in group["params"]):
                 yield parameter.detach()
                 yield from optimizer.state[parameter].values()

@@ -11,6 +11,7 @@ import magrpo_llm
 import ppo_llm
 from utils import distributed
 from utils.cli import UserError
+from utils.models.weights import optimizers_of
 from utils.tasks import number
 
 SCRIPTS = (ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm)
@@ -37,6 +38,6 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_in_no_weight(script, 
     agents, run = train(script, tokenizer, resume=str(tmp_path / "run"))
     assert run.step == 3
     for agent in agents:
-        for optimizer in agent.optimizers:
+        for optimizer in optimizers_of(agent):
             for group in optimizer.param_groups:
                 assert all(torch.isfinite(parameter).all() for parameter in group["params"])

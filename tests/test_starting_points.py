@@ -17,6 +17,7 @@ import maac_llm
 import magrpo_llm
 from utils.cli import UserError
 from utils.models import weights
+from utils.models.weights import optimizers_of
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def old(base, tokenizer):
     for agent in agents:
         loss = sum(logits_of_with_gradient(policy).square().mean() for policy in (agent.actor, agent.critic))
         (loss + agent.value_head(torch.ones(1, 32)).sum()).backward()
-        for optimizer in agent.optimizers:
+        for optimizer in optimizers_of(agent):
             optimizer.step()
     return agents
 

@@ -118,8 +118,8 @@ def test_the_default_task_is_tldr():
 def test_batches_are_passes_over_all_items():
     args = ippo_llm.Args(rollout_buffer_size=4, num_generations=2, num_train_epochs=3)
     batches = tasks.shuffled_batches([*range(5)], args)
-    assert len(batches) == 7 and all(batch[::2] == batch[1::2] for batch in batches)
-    seen = [item for update in range(len(batches)) for item in batches[update][::2]]
+    assert len(batches) == 7 and all(len(batch) == 2 for batch in batches)
+    seen = [item for update in range(len(batches)) for item in batches[update]]
     assert sorted(seen[:5]) == sorted(seen[5:10]) == [*range(5)] and seen[:5] != seen[5:10]
     args = ippo_llm.Args(rollout_buffer_size=4, num_train_epochs=3, max_episodes=5)
     assert len(tasks.shuffled_batches([*range(40)], args)) == 2

@@ -20,6 +20,7 @@ import ppo_llm
 from utils.cli import UserError, parse
 from utils.models import weights
 from utils.models.tensors import fingerprint
+from utils.models.weights import optimizers_of
 
 SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
@@ -97,7 +98,7 @@ def learn(agents):
             if policy is not None:
                 ones = torch.ones(2, 10, dtype=torch.long)
                 agent.value_head(policy.read(IDS, ones, ones > 0).hidden_states).square().sum().backward()
-        for optimizer in agent.optimizers:
+        for optimizer in optimizers_of(agent):
             optimizer.step()
             optimizer.zero_grad()
     return agents
@@ -106,7 +107,7 @@ def learn(agents):
 def tensors_of(agent):
     tensors = [x for policy in roles_of(agent).values() for x in policy.parameters()]
     tensors += agent.value_head.parameters()
-    for optimizer in agent.optimizers:
+    for optimizer in optimizers_of(agent):
         tensors += [x for moments in optimizer.state_dict()["state"].values() for x in moments.values()]
     return tensors
 

@@ -20,7 +20,7 @@ from utils.models.lora import (
     resolve_modules,
 )
 from utils.models.tensors import BASE, HEAD, fingerprint, load_head, load_optimizer
-from utils.models.weights import load_weights
+from utils.models.weights import load_weights, optimizers_of
 
 PICKLE = "adapter_model.bin"
 
@@ -222,7 +222,7 @@ def load_optimizers(path, agent, args):
     Learning rates and other settings stay the optimisers' own. With --fresh-critic only the actor's, the first, is
     restored. Raises UserError where a state does not fit.
     """
-    for k, optimizer in enumerate(agent.optimizers[:1] if args.fresh_critic else agent.optimizers):
+    for k, optimizer in enumerate(optimizers_of(agent)[: 1 if args.fresh_critic else None]):
         if not (path / f"optimizer_{k}.safetensors").is_file():
             warnings.warn(f"{path} has no state of optimizer {k}: it is new", stacklevel=2)
         else:

@@ -54,7 +54,7 @@ def save_agents(folder, agents, checkpoint=False, with_optimizer=False, with_bas
         base = initial_of(agent)
         base = {"base": base and base.name, "fingerprint": fingerprint_of(base)}
         if checkpoint or with_optimizer:
-            for k, optimizer in enumerate(agent.optimizers):
+            for k, optimizer in enumerate(optimizers_of(agent)):
                 save_optimizer(aside, optimizer, f"optimizer_{k}")
         if not is_main():
             continue
@@ -67,6 +67,16 @@ def save_agents(folder, agents, checkpoint=False, with_optimizer=False, with_bas
     if with_base and not checkpoint and agents[0].actor.adapter is not None:
         adapters.unmerge(agents[0].actor.model)
         adapters.save_base(Path(folder) / "base", agents[0].actor.model, agents[0].tokenizer)
+
+
+def optimizers_of(agent):
+    """Its optimisers: of an actor, then of its critic, if it has one; or the only one."""
+    return agent.optimizers if hasattr(agent, "optimizers") else [agent.optimizer]
+
+
+def schedules_of(agent):
+    """The schedules of their learning rates."""
+    return agent.schedules if hasattr(agent, "schedules") else [agent.schedule]
 
 
 def folder_name(i, agent):
@@ -126,7 +136,7 @@ def load_agents(folder, agents):
                 adapters.load_adapter(path / role, policy.model, policy.adapter)
         if hasattr(agent, "value_head"):
             load_head(path / HEAD, agent.value_head)
-        for k, optimizer in enumerate(agent.optimizers):
+        for k, optimizer in enumerate(optimizers_of(agent)):
             load_optimizer(path, optimizer, f"optimizer_{k}")
 
 

@@ -17,7 +17,7 @@ from utils.cli import Stopped, TaskError, UserError
 from utils.clock import clock
 from utils.files import WriteError, checkpoints, lock, read_json, sync, writing
 from utils.models.stages import load_stage
-from utils.models.weights import load_agents, save_agents
+from utils.models.weights import load_agents, optimizers_of, save_agents, schedules_of
 from utils.run.checkpoint import newest_whole, random_state, restore_random_state, write_checkpoint
 from utils.run.failures import explain
 from utils.run.folder import OF_FOLDER, FolderArgs, check_untrained, empty, run_folder, write_config
@@ -118,7 +118,7 @@ class Run:
         self.random = distributed.gather_objects(random_state(self.generator))  # after the last logged update
         distributed.decide(self.write_beginning)
         for agent in self.agents:
-            for optimizer in agent.optimizers:
+            for optimizer in optimizers_of(agent):
                 self.hooks.append(optimizer.register_step_pre_hook(self.before_optimizer_step))
                 self.hooks.append(optimizer.register_step_post_hook(self.after_optimizer_step))
         self.signals.catch()
@@ -158,7 +158,7 @@ class Run:
         for agent, saved in zip(self.agents, state["agents"], strict=True):
             if saved is not None:
                 agent.state = saved
-            for schedule in agent.schedules:
+            for schedule in schedules_of(agent):
                 schedule.last_epoch += self.step - 1  # it stands where the run began
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # that no optimiser has made a step yet

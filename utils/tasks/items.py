@@ -209,7 +209,7 @@ def find_fits(task, items, initials, limits):
 
 
 class Batches:
-    """The items of each update, each --num-generations times: passes over all items, each in a new random order.
+    """The items of each update: passes over all items, each in a new random order.
 
     Items that do not fill a list at the end of a pass open the first one of the next.
     """
@@ -217,7 +217,6 @@ class Batches:
     def __init__(self, items, args):
         self.items = items
         self.num_items = len(items)
-        self.num_generations = args.num_generations
         self.items_per_update = args.rollout_buffer_size // args.num_generations
         rng = random.Random(args.seed)
         self.order = []
@@ -234,8 +233,7 @@ class Batches:
         if not 0 <= update < self.num_updates:
             raise IndexError(update)
         start = update * self.items_per_update
-        numbers = self.order[start : start + self.items_per_update]
-        return [self.items[k] for k in numbers for _ in range(self.num_generations)]
+        return [self.items[k] for k in self.order[start : start + self.items_per_update]]
 
 
 def shuffled_batches(train_items, args):
