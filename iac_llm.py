@@ -5,8 +5,8 @@ actor, or a model of its own (--use-separate-critic). As on CoMLRL's page there 
 of the policy loss; ppo_llm.py has both. For an answer a_t that an agent samples after h_t, which is all that it has
 read and written before:
 
-    V(h_t)  = critic(h_t) + b_k                        b_k: mean reward-to-go, undiscounted, of turn k, that of a_t, in
-                                                       the rollout
+    V(h_t)  = critic(h_t) + b_k                        b_k: mean of what the rollout's episodes earn from turn k on,
+                                                       that of a_t, undiscounted, without the KL penalty
     A_t     = r_t + gamma V(h_{t+1}) - V(h_t)          the TD error, t + 1: its next answer; V = 0 after the last
     actor     maximises  mean of  log pi(a_t|h_t) A_t  over the answers of a mini-batch, log pi the sum of their tokens'
                          + beta times the mean entropy of their tokens
@@ -367,7 +367,7 @@ def learn(agent, rollout, args, generator):
     baseline = torch.zeros_like(rewards)
     for turn in range(1, distributed.max(rollout.turns) + 1):
         in_turn = (rollout.turns == turn).float()
-        baseline += in_turn * distributed.masked_mean(rewards_to_go, in_turn)
+        baseline += in_turn * distributed.masked_mean(rewards_to_go, in_turn * action_mask)
 
     # 3. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too

@@ -3,8 +3,8 @@
 Each agent has its own actor and critic: adapters on a base that all agents share (--lora-rank 0: whole models). For an
 action a_t, a token that an agent samples after h_t, which is all that it has read and written before:
 
-    V(h_t)  = critic(h_t) + b_k                        b_k: mean reward-to-go, undiscounted, of the tokens of turn k,
-                                                       that of a_t, in the rollout
+    V(h_t)  = critic(h_t) + b_k                        b_k: mean of what the rollout's episodes earn from turn k on,
+                                                       that of a_t, undiscounted
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
@@ -413,7 +413,7 @@ def learn(agent, rollout, args, generator):
     for turn in reversed(range(1, num_turns + 1)):
         in_turn = (rollout.turns == turn).float()
         if distributed.max(in_turn):  # else the agent never acts in this turn, and an end has the b of the next one
-            b = distributed.masked_mean(rewards_to_go, in_turn)
+            b = distributed.masked_mean(rewards_to_go, in_turn * is_first)
         baseline += (turns == turn) * b
 
     # 4. Log-probabilities and values before the update

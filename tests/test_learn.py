@@ -221,10 +221,10 @@ class Targets:
         if args.reward_normalization:
             totals = [sum(token.reward for token in tokens) for tokens in episodes if tokens]
             scale = reward_scale(exact.learners[0], totals, args)
-        to_go = {}  # of each turn, what is earned from a token of it on
+        to_go = {}  # of each turn, what each episode that has it earns from it on
         for tokens in episodes:
-            for k, token in enumerate(tokens):
-                to_go.setdefault(token.turn, []).append(sum(later.reward for later in tokens[k:]) / scale)
+            for turn in {token.turn for token in tokens}:
+                to_go.setdefault(turn, []).append(sum(token.reward for token in tokens if token.turn >= turn) / scale)
         self.baseline = {turn: mean(numbers) for turn, numbers in to_go.items()}
         self.old = episodes
         self.actions = [actions_of(tokens, self.by_turn) for tokens in episodes]
