@@ -7,14 +7,14 @@ read and written before:
 
     V(h_t)  = critic(h_t) + b_k                        b_k: mean of what the rollout's episodes earn from turn k on,
                                                        that of a_t, undiscounted, without the KL penalty
-    A_t     = r_t + gamma V(h_{t+1}) - V(h_t)          the TD error, t + 1: its next answer; V = 0 after the last
+    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, t + 1: its next answer; V = 0 after the last
     actor     maximises  mean of  log pi(a_t|h_t) A_t  over the answers of a mini-batch, log pi the sum of their tokens'
                          + beta times the mean entropy of their tokens
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2, clipped as in PPO
 
-r_t is a penalty on each token, -kl_coef (log pi - log pi_ref), and on the last token of a turn also the turn's reward,
-divided by the standard deviation of episode returns, or by 0.98 of the last divisor if that is more. The actor's A_t
-are standardised with a constant beside their deviation, (A - mean) / (std + 0.3). So late noise is not blown up.
+r_t is the turn's reward, divided by the standard deviation of episode returns, or by 0.98 of the last divisor if that
+is more, less kl_coef (log pi - log pi_ref) of each token of the answer. The actor's A_t are standardised with a constant
+beside their deviation, (A - mean) / (std + 0.3). So late noise is not blown up.
 
     python iac_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 iac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -158,8 +158,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent without
-    an observation does not act in that episode, so agents may also act one after the other.
+    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent that
+    observes nothing in an episode does not act in it, so agents may also act one after the other.
     """
 
     def __init__(self, task, items, args):
@@ -328,7 +328,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """V(h_t) [b, S], by a critic model, or by a head on the actor, whose gradient then trains the actor too."""
+    """V less its baseline, [b, S], by a critic model, or by a head on the actor, whose gradient then trains it too."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
@@ -352,8 +352,8 @@ def td_error(rewards, values, mask, gamma):
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
-    action_mask = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # 1 on the first token of each turn
-    start = (action_mask * torch.arange(mask.shape[1], device=mask.device)).cummax(1).values.long()  # of a token's turn
+    is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of an answer
+    start = (is_first * torch.arange(mask.shape[1], device=mask.device)).cummax(1).values.long()  # its column
 
     # 1. Rewards, in standard deviations of what an episode earns
     rewards = rollout.rewards
@@ -367,7 +367,7 @@ def learn(agent, rollout, args, generator):
     baseline = torch.zeros_like(rewards)
     for turn in range(1, distributed.max(rollout.turns) + 1):
         in_turn = (rollout.turns == turn).float()
-        baseline += in_turn * distributed.masked_mean(rewards_to_go, in_turn * action_mask)
+        baseline += in_turn * distributed.masked_mean(rewards_to_go, in_turn * is_first)
 
     # 3. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
@@ -381,12 +381,12 @@ def learn(agent, rollout, args, generator):
 
     # 4. Advantages. Another algorithm puts its own here
     rewards = rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask
-    rewards = torch.zeros_like(rewards).scatter_add(1, start, rewards)  # a turn's, on its first token
-    advantages, returns = td_error(rewards, old_values, action_mask, args.gamma)
+    rewards = torch.zeros_like(rewards).scatter_add(1, start, rewards)  # an answer's, on its first token
+    advantages, returns = td_error(rewards, old_values, is_first, args.gamma)
     if args.advantage_normalization:
-        mean, std = distributed.mean_std(advantages, action_mask)
+        mean, std = distributed.mean_std(advantages, is_first)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)
-    advantages = advantages.gather(1, start)  # each token has that of its turn
+    advantages = advantages.gather(1, start)  # each token has that of its answer
 
     # 5. Optimiser steps
     losses = []
@@ -395,7 +395,7 @@ def learn(agent, rollout, args, generator):
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # over processes, as gradients are
-            num_answers = distributed.mean(action_mask[minibatch].sum()).clamp(min=1)
+            num_answers = distributed.mean(is_first[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_answers
@@ -405,7 +405,7 @@ def learn(agent, rollout, args, generator):
                 change = (values - old_values[rows]).clamp(-args.value_clip_range, args.value_clip_range)
                 clipped_values = old_values[rows] + change
                 error = torch.max((values - returns[rows]) ** 2, (clipped_values - returns[rows]) ** 2)
-                value_loss = (error * action_mask[rows]).sum() / num_answers
+                value_loss = (error * is_first[rows]).sum() / num_answers
 
                 loss = policy_loss - args.entropy_coef * mean_entropy + args.value_loss_coef * value_loss
                 loss.backward()  # gradients of micro-batches add up
@@ -428,7 +428,7 @@ def learn(agent, rollout, args, generator):
         "grad_norm": grad_norms[0],  # of the actor, in the last step
         "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),
         "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
-        "explained_variance": distributed.explained_variance(returns, old_values, action_mask),
+        "explained_variance": distributed.explained_variance(returns, old_values, is_first),
     }
 
 

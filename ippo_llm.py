@@ -159,8 +159,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent without
-    an observation does not act in that episode, so agents may also act one after the other.
+    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent that
+    observes nothing in an episode does not act in it, so agents may also act one after the other.
     """
 
     def __init__(self, task, items, args):
@@ -329,7 +329,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """V(h_t) [b, S], by a critic model, or by a head on the actor, whose gradient then trains the actor too."""
+    """V less its baseline, [b, S], by a critic model, or by a head on the actor, whose gradient then trains it too."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states

@@ -145,8 +145,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent without
-    an observation does not act in that episode, so agents may also act one after the other.
+    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent that
+    observes nothing in an episode does not act in it, so agents may also act one after the other.
     """
 
     def __init__(self, task, items, args):
