@@ -13,8 +13,8 @@ read and written before:
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2, clipped as in PPO
 
 r_t is the turn's reward, divided by the standard deviation of episode returns, or by 0.98 of the last divisor if that
-is more, less kl_coef (log pi - log pi_ref) of each token of the answer. The actor's A_t are standardised with a constant
-beside their deviation, (A - mean) / (std + 0.3). So late noise is not blown up.
+is more, less kl_coef (log pi - log pi_ref) of each token of the answer. The actor's A_t are standardised with a
+constant beside their deviation, (A - mean) / (std + 0.3). So late noise is not blown up.
 
     python iac_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 iac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16

@@ -345,7 +345,7 @@ def policy_forward(policy, rollout, where, rows, args):
 
 
 def critic_forward(agent, rollout, where, rows, hidden_states):
-    """V less its baseline, [b, S], by a critic of its own, or a head on the actor, whose gradient then trains it too."""
+    """V less its baseline, [b, S], by a critic of its own, or a head on the actor, which this then trains too."""
     where = where[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=where).hidden_states
