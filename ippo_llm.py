@@ -5,16 +5,17 @@ actor, or a model of its own (--use-separate-critic). As on CoMLRL's page there 
 of the policy loss; ppo_llm.py has both. For a token a_t that an agent samples after h_t, which is all that it has read
 and written before:
 
-    V(h_t)  = critic(h_t) + b_k                        b_k: mean of what the rollout's episodes earn from turn k on,
-                                                       that of a_t, undiscounted, without the KL penalty
+    V(h_t)  = critic(h_t) + b_k                        k: the turn of a_t; b_k: mean of what episodes of the rollout
+                                                       earn from turn k on, undiscounted, without the KL penalty
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next sampled token; V = 0 after the last
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     actor     maximises  mean of  log pi(a_t|h_t) A_t + beta H(pi(.|h_t))     over the sampled tokens of a mini-batch
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2, clipped as in PPO
 
-r_t is a penalty on each token, -kl_coef (log pi - log pi_ref), and on the last token of a turn also the turn's reward,
-divided by the standard deviation of episode returns, or by 0.98 of the last divisor if that is more. The actor's A_t
-are standardised with a constant beside their deviation, (A - mean) / (std + 0.3). So late noise is not blown up.
+r_t is -kl_coef (log pi - log pi_ref) on each token, and on the last token of a turn also the turn's reward, divided by
+the standard deviation s of episode returns, or by 0.98 of the last s if that is more. The actor has (A_t - mean) /
+(std + 0.3), so that small differences, which are mostly noise, stay small. V_old is V before the update, H the entropy,
+beta --entropy-coef. V = 0 after the last token also where an episode was cut short.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -63,7 +64,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
-    num_generations: PositiveInt = 1  # episodes per item (GRPO's group size), which are neighbouring rows
+    num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
     num_turns: PositiveInt = 1  # longest episode, in turns
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
@@ -81,7 +82,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects that steps after the first are off-policy
+    update_epochs: PositiveInt = 1  # passes over a rollout; steps after the first are off-policy, uncorrected
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -94,8 +95,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# tasks.load_task calls these functions with what their parameters name, such as items, turns or num_turns, and checks
-# what they return; TeamEnv calls what it makes of them.
+# tasks.load_task makes of these functions what TeamEnv calls: each gets the arguments that it names, of items, turns,
+# num_turns, histories (of one item: item, history), agent_completions ..., and what it returns is checked.
 
 
 def train_dataset(size, seed):
@@ -159,8 +160,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent that
-    observes nothing in an episode does not act in it, so agents may also act one after the other.
+    An environment of your own (--env FILE.py, a class TeamEnv) has reset and step. Who observes nothing does not act:
+    where agents act one after the other, step returns [{}, {b: chat}], and agent 1 acts next.
     """
 
     def __init__(self, task, items, args):
@@ -216,6 +217,7 @@ class Transcript:
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
     rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn
+    earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
@@ -231,8 +233,9 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] a turn's reward, on its last token
-    truncated: torch.Tensor  # [B] True where the episode was cut short
+    truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
     answers: list  # B lists of texts, one for each turn
+    earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -300,8 +303,9 @@ def play(agents, task, items, args, generator):
             truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted, and earns nothing
+                    if own[b].answers:  # what it earns before it first acts is lost
                         own[b].rewards[-1] += reward
+                        own[b].earned[turn] = reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
@@ -318,7 +322,7 @@ def policy_forward(policy, rollout, rows, args):
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # At each of them the output of the position before, which predicts the token
+    # logits [n, vocabulary] and hidden_states [n, D] of the positions before them, which predict them
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])

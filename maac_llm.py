@@ -8,12 +8,13 @@ before they answer in it, which the critic reads. An actor reads its own part of
                                                        undiscounted, without the KL penalty
     A_t     = r_t + gamma V(h_{t+1}) - V(h_t)          the TD error, the same for all agents; V = 0 after the last turn
     actor i   maximises  mean of  log pi(a_t^i|h_t^i) A_t  over the turns of a mini-batch, log pi the sum of the tokens'
-                         + beta times the mean entropy of its tokens
+                         + beta H, the mean over the sampled tokens
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2
 
-r_t is the mean of the agents' rewards (opposite ones cancel), divided by the standard deviation of episode returns,
-less kl_coef (log pi - log pi_ref) of all tokens. What an agent earns while others act belongs to its last answer, and
-to that answer's turn. Actors have (A_t - mean) / (std + 0.3) over the rollout, so that late noise is not blown up.
+r_t is the mean of what the agents earn in turn t (opposite rewards cancel), divided by the standard deviation s of
+episode returns, or by 0.98 of the last s if that is more, less kl_coef (log pi - log pi_ref) of the turn's tokens.
+Actors have (A_t - mean) / (std + 0.3), so that small differences, which are mostly noise, stay small. V_old is V before
+the update, also in A_t; H the entropy, beta --entropy-coef.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -61,7 +62,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes of an update, in all processes together
-    num_generations: PositiveInt = 1  # episodes per item (GRPO's group size), which are neighbouring rows
+    num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
     num_turns: PositiveInt = 1  # longest episode, in turns
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
@@ -78,7 +79,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects that steps after the first are off-policy
+    update_epochs: PositiveInt = 1  # passes over a rollout; steps after the first are off-policy, uncorrected
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -89,8 +90,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# tasks.load_task calls these functions with what their parameters name, such as items, turns or num_turns, and checks
-# what they return; TeamEnv calls what it makes of them.
+# tasks.load_task makes of these functions what TeamEnv calls: each gets the arguments that it names, of items, turns,
+# num_turns, histories (of one item: item, history), agent_completions ..., and what it returns is checked.
 
 
 def train_dataset(size, seed):
@@ -158,8 +159,8 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent that
-    observes nothing in an episode does not act in it, so agents may also act one after the other.
+    An environment of your own (--env FILE.py, a class TeamEnv) has reset and step. Who observes nothing does not act:
+    where agents act one after the other, step returns [{}, {b: chat}], and agent 1 acts next.
     """
 
     def __init__(self, task, items, args):
@@ -215,6 +216,7 @@ class Transcript:
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
     rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn
+    earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
@@ -230,8 +232,9 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] a turn's reward, on its last token
-    truncated: torch.Tensor  # [B] True where the episode was cut short
+    truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
     answers: list  # B lists of texts, one for each turn
+    earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -299,8 +302,9 @@ def play(agents, task, items, args, generator):
             truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted, and earns nothing
+                    if own[b].answers:  # what it earns before it first acts is lost
                         own[b].rewards[-1] += reward
+                        own[b].earned[turn] = reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
@@ -316,7 +320,7 @@ def policy_forward(policy, rollout, rows, args):
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # At each of them the output of the position before, which predicts the token
+    # logits [n, vocabulary] and hidden_states [n, D] of the positions before them, which predict them
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -328,7 +332,7 @@ def policy_forward(policy, rollout, rows, args):
 
 @dataclass
 class TeamText:
-    """What a team has read and written in B episodes, as its critic reads it. Of an episode in one turn, | at V(h_1):
+    """What a team reads and writes in B episodes, as its critic reads it. A turn of those who act in it, | at V(h_t):
 
     Agent 0 reads: prompt, Agent 1 reads: prompt | Agent 0 writes: answer, Agent 1 writes: answer
     """
@@ -339,9 +343,9 @@ class TeamText:
 
 
 def critic_forward(critic, text, rows, played):
-    """V(h_t) less its baseline, [b, T + 1]: of turn t in column t, where it was played; 0 elsewhere."""
+    """V(h_t) less b_t, [b, T + 1], in column t; 0 where turn t was not played. A text has a mark for each that was."""
     out = critic.critic.read(text.ids[rows], text.attention_mask[rows], before=text.turns[rows] > 0)
-    return models.unflatten(critic.value_head(out.hidden_states), played[rows] > 0)  # one for each turn, in order
+    return models.unflatten(critic.value_head(out.hidden_states), played[rows] > 0)
 
 
 @timed
@@ -351,7 +355,7 @@ def learn(agents, critic, rollouts, args, generator):
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
     rewards = played = 0.0  # [B, T + 1] the mean of the agents' rewards; 1 on turns in which somebody acted
     for rollout, mask in zip(rollouts, masks):
-        rewards += models.sum_by_turn(rollout.rewards, rollout.turns, num_turns) / len(agents)
+        rewards += models.rewards_by_turn(rollout, num_turns) / len(agents)
         played = (played + models.sum_by_turn(mask, rollout.turns, num_turns)).clamp(max=1)
 
     # 1. Rewards, in standard deviations of what an episode earns
@@ -377,12 +381,8 @@ def learn(agents, critic, rollouts, args, generator):
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
             kl = old_logprobs - ref_logprobs
             rewards = rewards - args.kl_coef * models.sum_by_turn(kl, rollout.turns, num_turns)
-            metrics.append(
-                {
-                    "kl": distributed.masked_mean(kl, mask),
-                    "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
-                }
-            )
+            metrics.append({"kl": distributed.masked_mean(kl, mask)})
+            metrics[-1]["reference_logprob"] = distributed.masked_mean(ref_logprobs, mask)
         for rows in text.attention_mask.sum(1).argsort().split(args.micro_batch_size):
             old_values[rows] = (baseline + critic_forward(critic, text, rows, played)) * played[rows]
 

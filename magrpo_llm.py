@@ -8,7 +8,7 @@ t after h_t, which is all that it has read and written before:
     R_t = r_t + gamma R_{t+1}                          R = 0 after its last turn
     A_t = R_t - mean of the group's R_t                the group: the item's episodes that have a turn t
     actor     maximises  mean of  log pi(a_t|h_t) A_t  over the answers of a mini-batch, log pi the sum of their tokens'
-                         + beta times the mean entropy of their tokens
+                         + beta H, the mean over their tokens
 
 r_t is the turn's reward, less kl_coef (log pi - log pi_ref) of each token of the answer. --advantage-mode rloo compares
 with the mean of the other episodes, max with the best one, raw with nothing. As in the paper A_t are not divided by the
@@ -76,7 +76,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     advantage_normalization: bool = False  # divide advantages by the group's standard deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; no ratio corrects that steps after the first are off-policy
+    update_epochs: PositiveInt = 1  # passes over a rollout; steps after the first are off-policy, uncorrected
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -86,8 +86,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# tasks.load_task calls these functions with what their parameters name, such as items, turns or num_turns, and checks
-# what they return; TeamEnv calls what it makes of them.
+# tasks.load_task makes of these functions what TeamEnv calls: each gets the arguments that it names, of items, turns,
+# num_turns, histories (of one item: item, history), agent_completions ..., and what it returns is checked.
 
 
 def train_dataset(size, seed):
@@ -145,8 +145,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent that
-    observes nothing in an episode does not act in it, so agents may also act one after the other.
+    An environment of your own (--env FILE.py, a class TeamEnv) has reset and step. Who observes nothing does not act:
+    where agents act one after the other, step returns [{}, {b: chat}], and agent 1 acts next.
     """
 
     def __init__(self, task, items, args):
@@ -202,6 +202,7 @@ class Transcript:
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
     rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn
+    earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
@@ -217,8 +218,9 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] a turn's reward, on its last token
-    truncated: torch.Tensor  # [B] True where the episode was cut short
+    truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
     answers: list  # B lists of texts, one for each turn
+    earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -286,8 +288,9 @@ def play(agents, task, items, args, generator):
             truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted, and earns nothing
+                    if own[b].answers:  # what it earns before it first acts is lost
                         own[b].rewards[-1] += reward
+                        own[b].earned[turn] = reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
@@ -303,7 +306,7 @@ def policy_forward(policy, rollout, rows, args):
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # At each of them the output of the position before, which predicts the token
+    # logits [n, vocabulary] and hidden_states [n, D] of the positions before them, which predict them
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])

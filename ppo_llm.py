@@ -3,8 +3,8 @@
 Each agent has its own actor and critic: adapters on a base that all agents share (--lora-rank 0: whole models). For an
 action a_t, a token that an agent samples after h_t, which is all that it has read and written before:
 
-    V(h_t)  = critic(h_t) + b_k                        b_k: mean of what the rollout's episodes earn from turn k on,
-                                                       that of a_t, undiscounted
+    V(h_t)  = critic(h_t) + b_k                        k: the turn of a_t; b_k: mean of what episodes of the rollout
+                                                       earn from turn k on, undiscounted
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
@@ -68,7 +68,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
-    num_generations: PositiveInt = 1  # episodes per item (GRPO's group size), which are neighbouring rows
+    num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
     num_turns: PositiveInt = 6  # longest episode, in turns
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
@@ -106,7 +106,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# tasks.load_task makes a TeamEnv of one player of it: B games, each with its own seed; an observation is a message.
+# utils.envs.Games plays it, in place of the TeamEnv below, which plays tasks: B games, each with its own seed. V = 0
+# where a game is terminated or --num-turns end it; one that is truncated is cut short.
 
 
 class Env:
@@ -176,8 +177,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has the methods reset and step. There an agent that
-    observes nothing in an episode does not act in it, so agents may also act one after the other.
+    An environment of your own (--env FILE.py, a class TeamEnv) has reset and step. Who observes nothing does not act:
+    where agents act one after the other, step returns [{}, {b: chat}], and agent 1 acts next.
     """
 
     def __init__(self, task, items, args):
@@ -233,6 +234,7 @@ class Transcript:
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
     rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn
+    earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
@@ -248,8 +250,9 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] a turn's reward, on its last token
-    truncated: torch.Tensor  # [B] True where the episode was cut short
+    truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
     answers: list  # B lists of texts, one for each turn
+    earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -317,8 +320,9 @@ def play(agents, task, items, args, generator):
             truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if any(own[b].turns[-1:]):  # its last token was sampled; else it has not acted, and earns nothing
+                    if own[b].answers:  # what it earns before it first acts is lost
                         own[b].rewards[-1] += reward
+                        own[b].earned[turn] = reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
@@ -334,7 +338,7 @@ def policy_forward(policy, rollout, where, rows, args):
     They are computed at the n places of these rows where `where` [B, S] is True. Elsewhere they are 0.
     """
     where = where[rows]
-    # At each of them the output of the position before, which predicts the token
+    # logits [n, vocabulary] and hidden_states [n, D] of the positions before them, which predict them
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=where)
     pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][where])
@@ -383,7 +387,7 @@ def learn(agent, rollout, args, generator):
     # 1. Actions: tokens, or turns, each in the column of its first token
     is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
     is_last = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))
-    if args.action_granularity == "token" or args.action_granularity == "auto" and args.num_turns == 1:
+    if args.action_granularity == "token" or (args.action_granularity == "auto" and args.num_turns == 1):
         action_mask = value_weights = mask
         start = columns  # [B, S] the column in which a token's action starts
     else:
@@ -395,11 +399,13 @@ def learn(agent, rollout, args, generator):
 
     # 2. Where an episode was cut short, V of all that was read and written, in the column behind it
     last_action = (action_mask * columns).amax(1, keepdim=True).long()  # [B, 1] its column
-    is_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
-    is_end = is_cut[:, None] & (columns == lengths[:, None])  # S is at least one more than the longest transcript
-    where = (mask > 0) | is_end  # [B, S] where V is read
+    was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
+    is_bootstrap = was_cut[:, None] & (
+        columns == lengths[:, None]
+    )  # S is at least one more than the longest transcript
+    where = (mask > 0) | is_bootstrap  # [B, S] where V is read
 
-    # 3. Rewards, and the baseline, the mean reward-to-go of each turn; the critic starts at 0
+    # 3. Rewards, and the baseline, the mean reward-to-go of each turn; the critic's output, which starts at 0, is added
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
@@ -407,7 +413,7 @@ def learn(agent, rollout, args, generator):
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     num_turns = distributed.max(rollout.turns)
     next_turn = (rollout.turns.amax(1, keepdim=True) + 1).clamp(max=num_turns)
-    turns = torch.where(is_end, next_turn, rollout.turns)  # the end is of the turn that would come next
+    turns = torch.where(is_bootstrap, next_turn, rollout.turns)  # the end is of the turn that would come next
     baseline = torch.zeros_like(rewards)
     b = 0.0
     for turn in reversed(range(1, num_turns + 1)):
@@ -429,8 +435,8 @@ def learn(agent, rollout, args, generator):
     old_values = sum_by_action(token_values * value_weights, start)
 
     # 5. Advantages. Another algorithm puts its own here
-    end_value = (token_values * is_end).sum(1, keepdim=True)  # [B, 1] 0 where the episode has ended
-    rewards = sum_by_action(rewards, start).scatter_add(1, last_action, args.gamma * end_value)
+    bootstrap_value = (token_values * is_bootstrap).sum(1, keepdim=True)  # [B, 1] 0 where the episode has ended
+    rewards = sum_by_action(rewards, start).scatter_add(1, last_action, args.gamma * bootstrap_value)
     advantages, returns = gae(rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)

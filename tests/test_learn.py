@@ -55,6 +55,7 @@ def make_transcripts(script, tokenizer, episodes, seed=0):
             transcript.extend(ids, turn)
             if turn:
                 transcript.rewards[-1] = torch.randn((), generator=generator).item()
+                transcript.earned[turn] = transcript.rewards[-1]
                 transcript.answers.append(tokenizer.decode(ids, skip_special_tokens=True))
         transcripts.append(transcript)
     return transcripts
@@ -447,6 +448,8 @@ def test_a_teams_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch,
     teams = [
         make_transcripts(maac_llm, critic.critic.tokenizer, own, k) for k, own in enumerate((EPISODES, OTHER_EPISODES))
     ]
+    teams[1][3].rewards[-1] += 0.7  # on its last token; it is earned in turn 3, in which agent 0 acts alone
+    teams[1][3].earned[3] = 0.7
     episodes = [*zip(*teams)]
     exact = Exact([*agents, critic])
 
@@ -454,8 +457,8 @@ def test_a_teams_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch,
         tokens = [[read(exact.learners[i], own, args)[0] for i, own in enumerate(episode)] for episode in episodes]
         critic_values = [joint_values(exact.learners[-1], episode) for episode in episodes]
     earned = []  # in each turn
-    for episode, turns in zip(tokens, critic_values):
-        earned.append({turn: sum(x.reward for own in episode for x in own if x.turn == turn) / 2 for turn in turns})
+    for episode, turns in zip(episodes, critic_values):
+        earned.append({turn: sum(own.earned.get(turn, 0.0) for own in episode) / 2 for turn in turns})
     scale = 1.0
     if args.reward_normalization:
         scale = reward_scale(exact.learners[-1], [sum(own.values()) for own in earned if own], args)
@@ -570,6 +573,7 @@ def test_a_rollout_in_which_all_earn_the_same_moves_no_actor(initials, tokenizer
         transcript.rewards = [
             0.3 * (k in (len(transcript.ids) - 1, transcript.turns.index(1) + 1)) for k in range(len(transcript.ids))
         ]
+        transcript.earned = {1: 0.3, 2: 0.3}
     before = [parameter.clone() for agent in agents for parameter in agent.actor.parameters()]
     rollouts = [script.Rollout(*models.pad_right(transcripts, agent)) for agent in agents]
     if script is maac_llm:

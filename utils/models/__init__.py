@@ -9,6 +9,7 @@ from utils.models.transcripts import (
     logits_processors,
     pad_left,
     pad_right,
+    rewards_by_turn,
     sum_by_turn,
     unflatten,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "lr_schedule",
     "pad_left",
     "pad_right",
+    "rewards_by_turn",
     "sampling",
     "sum_by_turn",
     "unflatten",

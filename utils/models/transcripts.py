@@ -120,7 +120,8 @@ def pad_right(transcripts, agent, truncated=()):
     turns = rows([each.turns for each in transcripts], 0, torch.long)
     rewards = rows([each.rewards for each in transcripts], 0.0, torch.float32)
     was_cut = torch.tensor([b in truncated for b in range(len(transcripts))], dtype=torch.bool, device=device)
-    return ids, attention_mask, turns, rewards, was_cut, [each.answers for each in transcripts]
+    answers, earned = [each.answers for each in transcripts], [each.earned for each in transcripts]
+    return ids, attention_mask, turns, rewards, was_cut, answers, earned
 
 
 def unflatten(x, mask):
@@ -131,6 +132,12 @@ def unflatten(x, mask):
 def sum_by_turn(x, turns, num_turns):
     """Sums of x [B, S] over the tokens of each turn, [B, T + 1]: of turn t in column t, of those of no turn in 0."""
     return x.new_zeros(len(x), num_turns + 1).scatter_add(1, turns, x)
+
+
+def rewards_by_turn(rollout, num_turns):
+    """What an agent earns in each turn, also where others act: [B, T + 1], turn t in column t."""
+    rows = [[own.get(turn, 0.0) for turn in range(num_turns + 1)] for own in rollout.earned]
+    return torch.tensor(rows, device=rollout.rewards.device).view(len(rows), num_turns + 1)
 
 
 @dataclass
@@ -169,7 +176,7 @@ def join_transcripts(agents, rollouts, critic, num_turns):
     rows = []
     for b in range(len(rollouts[0].ids)):
         own_turns = [split_turns(rollout, b, agent) for agent, rollout in zip(agents, rollouts)]
-        row = Row([], [], [], [])
+        row = Row([], [], [])
         for turn in range(1, num_turns + 1):
             acting = {i: turns[turn] for i, turns in enumerate(own_turns) if turn in turns}
             if not acting:
@@ -194,7 +201,8 @@ class Row:
     ids: list
     turns: list
     rewards: list
-    answers: list
+    answers: tuple = ()
+    earned: tuple = ()
 
 
 # --- Sampling ---------------------------------------------------------------------------------------------------------
