@@ -9,7 +9,7 @@ import datasets
 from utils import envs
 from utils.cli import TaskError, UserError, describe, one_line
 from utils.distributed import say
-from utils.models.policy import UNLIMITED
+from utils.models.policy import UNLIMITED, check_ids
 from utils.models.transcripts import encode
 
 MADE_ITEMS = 1536  # items to train on where a task makes them
@@ -197,10 +197,12 @@ def find_fits(task, items, initials, limits):
     fits = []
     for k, item in enumerate(items):
         try:
-            lengths = [len(encode(task.formatters(item, i), [], initial)) for i, initial in enumerate(initials)]
+            prompts = [encode(task.formatters(item, i), [], initial) for i, initial in enumerate(initials)]
         except TaskError as error:
             raise UserError(str(error)) from error  # there is no run yet
-        if all(length <= limit for length, limit in zip(lengths, limits)):
+        for initial, ids in zip(initials, prompts):
+            check_ids([ids], initial.config)
+        if all(len(ids) <= limit for ids, limit in zip(prompts, limits)):
             fits.append(k)
     return fits
 
