@@ -10,6 +10,7 @@ import shutil
 from safetensors import SafetensorError
 
 from utils.cli import UserError, one_line
+from utils.timers import at_rest
 
 
 class WriteError(UserError):
@@ -20,9 +21,10 @@ class WriteError(UserError):
 
 @contextlib.contextmanager
 def writing(folder):
-    """Within it, a disk that does not take what is written becomes a WriteError of one line."""
+    """Within it timers rest, and a disk that does not take what is written becomes a WriteError of one line."""
     try:
-        yield
+        with at_rest():
+            yield
     except (OSError, SafetensorError) as error:
         raise WriteError(f"{folder} can't be written: {one_line(error)}") from error
 

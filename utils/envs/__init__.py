@@ -33,7 +33,8 @@ from tqdm import tqdm
 
 from utils import distributed
 from utils.cli import TaskError, UserError, describe, one_line
-from utils.tasks.calls import call, check_prompt, in_reward_phase, is_number, time_limit
+from utils.tasks.calls import call, check_prompt, in_reward_phase, is_number
+from utils.timers import time_limit
 
 BUILT_IN = ("grid", "guess", "probe")
 MADE_GAMES = 4800  # to train on, without --train-size

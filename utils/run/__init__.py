@@ -28,6 +28,7 @@ from utils.run.log import Log, joint_samples
 from utils.run.metrics import agent_metrics, count_tokens, team_metrics
 from utils.run.report import EVAL_REWARD, outcome, side_by_side, time_table
 from utils.run.signals import Signals
+from utils.timers import at_rest
 
 __all__ = ["FolderArgs", "Run"]
 
@@ -288,6 +289,7 @@ class Run:
             save_agents(self.folder, self.agents, checkpoint=True)
         self.saved_step = self.step
 
+    @at_rest()
     def write_checkpoint(self):
         """Save what all processes have alike, and their random generators, as this process."""
         start = time.time()
@@ -331,11 +333,12 @@ class Run:
             return
         if not self.is_learning:
             return self.write_checkpoint()
-        self.kept.exchange()
-        try:
-            self.write_checkpoint()
-        finally:
+        with at_rest():
             self.kept.exchange()
+            try:
+                self.write_checkpoint()
+            finally:
+                self.kept.exchange()
 
     # --- The end ---
 

@@ -2,12 +2,10 @@
 
 import contextlib
 import inspect
-import signal
-import threading
 
 from tqdm import tqdm
 
-from utils.cli import TaskError, UserError, describe, one_line
+from utils.cli import TaskError, describe, one_line
 from utils.clock import clock
 
 
@@ -32,31 +30,6 @@ def call(function, *arguments, **optional):
 def in_reward_phase():
     """A context in which time is the task's: of the phase "reward", or of the evaluation that is under way."""
     return clock.timed("evaluate" if "evaluate" in clock.phases else "reward")
-
-
-def check_timer(seconds):
-    """Raise UserError where `time_limit` can't serve."""
-    if seconds is not None and threading.current_thread() is not threading.main_thread():
-        raise UserError("--reward-timeout takes the main thread: its alarm is a signal")
-
-
-@contextlib.contextmanager
-def time_limit(seconds):
-    """Within it, Python code that takes longer is ended by a TimeoutError; None: no limit. For the main thread only."""
-
-    def expire(*_):
-        raise TimeoutError(f"no answer within --reward-timeout, {seconds:g} s")
-
-    if seconds is None:
-        yield
-        return
-    handler = signal.signal(signal.SIGALRM, expire)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def call_twice(reward_rows, name, items):

@@ -65,11 +65,12 @@ def run_tests(jobs, workers=None, seconds=5.0, memory=512, without=()):
     """Verdicts on jobs, (program, test, entry_point) strings each, in their order.
 
     A test calls the function by its name or as `candidate`; if it defines `check`, check(candidate) is called. Each
-    assert counts once, and as passed if it ran and held whenever it ran; the others run on after one failed. A test that
-    an error ends between asserts has not passed: its last assert does not count where it might have run again, or
-    where all the others passed. `assert False` has to stay unreached, and `assert True` does not count. `workers` jobs run at a time (default: one for each
-    core), for at most `seconds` of wall time and with `memory` MiB of address space each. `without` names layers
-    to do without, as on a kernel that has none: "namespaces", "landlock", "seccomp" (for tests).
+    assert counts once, and as passed if it ran and held whenever it ran; the others run on after one failed. A test
+    that an error ends between asserts has not passed: its last assert does not count where it might have run again, or
+    where all the others passed. `assert False` has to stay unreached, and `assert True` does not count. `workers` jobs
+    run at a time (default: one for each core), for at most `seconds` of wall time and with `memory` MiB of address
+    space each. `without` names layers to do without, as on a kernel that has none: "namespaces", "landlock", "seccomp"
+    (for tests).
 
     Warns where a protection is missing. Raises ValueError for a test that does not parse or has no assert,
     RuntimeError where no player can be started, OSError on Windows; nothing for what a program does.

@@ -17,10 +17,9 @@ from utils.tasks.calls import (
     call,
     call_twice,
     check_prompt,
-    check_timer,
     in_reward_phase,
-    time_limit,
 )
+from utils.timers import check_timer, time_limit
 
 BUILT_IN = ("arxiv", "build", "code", "number", "probe", "reasoning", "tldr")
 NEEDED = ("formatters", "reward_func")
