@@ -365,6 +365,71 @@ def test_a_fork_that_ended_before_its_first_update_goes_on_without_its_run(undis
     assert_same("run", undisturbed("ippo"))
 
 
+def without_checkpoints(script):
+    """What is in the folder of a fork that has learned, and whose checkpoints somebody has removed."""
+    train(script, folder="first", pause_at=1, **KEPT)
+    train(script, folder="run", fork="first", **KEPT)
+    shutil.rmtree("run/checkpoints")
+    return contents("run")
+
+
+@pytest.mark.parametrize("agents", [True, False])
+@pytest.mark.parametrize("has_parent", [True, False])
+def test_a_fork_without_checkpoints_that_has_learned_is_refused_and_kept(has_parent, agents):
+    before = without_checkpoints("ippo")
+    if not agents:
+        for path in Path("run").glob("agent_*"):
+            shutil.rmtree(path)
+        before = contents("run")
+    if not has_parent:
+        Path("first").rename("away")
+    there = "3 updates in metrics.csv" + (", agent_0, agent_1" if agents else "")
+    with pytest.raises(UserError, match=f"^--resume: run has no checkpoint to go on from; it has {there}, which are k"):
+        train("ippo", resume="run", fork="first", **KEPT)
+    assert contents("run") == before
+
+
+def test_a_fork_that_can_not_be_copied_removes_no_run_that_it_would_replace(monkeypatch):
+    train("ippo", folder="first", pause_at=1, **KEPT)
+    train("ippo", folder="run", pause_at=1, seed=2)
+    before = contents("run")
+    copytree = shutil.copytree
+
+    def remove_first(source, target):
+        shutil.rmtree(source)
+        copytree(source, target)
+
+    monkeypatch.setattr("utils.run.fork.shutil.copytree", remove_first)
+    with pytest.raises(UserError, match="^--fork: first/checkpoints/update_000001 can't be copied: that run goes on"):
+        train("ippo", fork="first", overwrite=True)
+    assert contents("run") == before
+
+
+@pytest.mark.parametrize("change", range(1, 60, 7))
+def test_a_fork_that_was_cut_off_at_a_change_of_files_is_whole_or_made_again(change, undisturbed, monkeypatch):
+    """Where it replaces a run."""
+    train("ippo", folder="first", pause_at=1, **KEPT)
+    train("ippo", folder="run", pause_at=1, seed=2)
+    numbers = itertools.count(1)
+
+    def stop(*_):
+        if next(numbers) == change:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        for module, name in [(os, "replace"), (os, "mkdir"), (os, "unlink"), (os, "rmdir"), (os, "open")]:
+            function = getattr(module, name)
+            patch.setattr(module, name, lambda *values, f=function, **named: stop() or f(*values, **named))
+        try:
+            train("ippo", fork="first", overwrite=True)
+        except KeyboardInterrupt:
+            pass
+    is_fork = Path("run/config.json").exists() and config_of("run")["args"]["seed"] == 1
+    train("ippo", fork="first", **({"resume": "run"} if is_fork else {"overwrite": True}))
+    assert_same("run", undisturbed("ippo"))
+    assert not Path("run/fork.writing").exists()
+
+
 def test_a_fork_that_was_cut_off_while_it_was_made_is_made_again(undisturbed, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

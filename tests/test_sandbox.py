@@ -370,11 +370,13 @@ SWALLOWED = {  # what a test's own machinery would take an error of the program 
     "named": ("StopIteration", "try:\n    next(iter([]))\nexcept StopIteration:\n    pass\nassert all(map(f, [1, 2]))"),
     "sequence": (
         "IndexError",
-        "class Cases:\n    def __getitem__(self, k):\n        return candidate(range(3)[k]) != 2 * k\nassert not any(Cases())",
+        "class Cases:\n    def __getitem__(self, k):\n        return candidate(range(3)[k]) != 2 * k\n"
+        "assert not any(Cases())",
     ),
     "property": (
         "AttributeError",
-        "class Case:\n    fails = property(lambda self: [candidate(1), candidate(2)] != [2, 4])\nassert not getattr(Case(), 'fails', False)",
+        "class Case:\n    fails = property(lambda self: [candidate(1), candidate(2)] != [2, 4])\n"
+        "assert not getattr(Case(), 'fails', False)",
     ),
     "loop": ("ValueError", "for x in range(3):\n    y = candidate(x)\n    assert y == 2 * x"),
     "iterator": ("StopIteration", "for x, y in enumerate(map(candidate, range(3))):\n    assert y == 2 * x"),

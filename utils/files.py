@@ -94,21 +94,32 @@ def put(aside, final):
     """Give a folder the name `final`, in the place of an older folder, if there is one, which is removed after it."""
     gone = move_aside(final)
     os.replace(aside, final)
-    shutil.rmtree(gone, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        erase(gone)
 
 
 def remove(path):
     """Remove a folder, if it is there: first its name, so that no half of it is ever seen."""
-    shutil.rmtree(move_aside(path), ignore_errors=True)
+    gone = move_aside(path)
+    with contextlib.suppress(OSError):
+        erase(gone)
 
 
 def move_aside(path):
     """Give a folder, if it is there, a name under which it is removed, and return that."""
     gone = path.with_name(path.name + ".removing")
-    shutil.rmtree(gone, ignore_errors=True)
-    if path.exists():
+    erase(gone)
+    if os.path.lexists(path):
         os.replace(path, gone)
     return gone
+
+
+def erase(path):
+    """Remove a file, a folder or a link, not what it leads to, if it is there."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
 
 
 STATE = "state.json"  # of a checkpoint
@@ -116,4 +127,10 @@ STATE = "state.json"  # of a checkpoint
 
 def checkpoints(folder):
     """The folders of checkpoints, oldest first, whole or not."""
-    return sorted(path for path in folder.glob("update_*") if path.is_dir() and path.suffix == "")
+    found = [path for path in folder.glob("update_*") if path.is_dir() and path.suffix == ""]
+    return sorted(found, key=order)
+
+
+def order(path):
+    """What checkpoints are sorted by: their updates, of which there may be more than the six digits hold."""
+    return len(path.name), path.name

@@ -388,13 +388,13 @@ def main(args):
         draw(groups, folder / "curves.png", args.by)
         draw_finals(groups, folder / "finals.png")
         write_table(table(groups, {task: reward for task, (reward,) in thresholds.items()}), folder)
-        for name in ("aggregate.md", "aggregate.png"):
-            (folder / name).unlink(missing_ok=True)
         try:
             found = aggregate(groups, ranges)
             (folder / "aggregate.md").write_text("\n".join(aggregate_lines(found)), encoding="utf-8")
             draw_aggregate(found, folder / "aggregate.png")
         except UserError as reason:
+            for name in ("aggregate.md", "aggregate.png"):  # an earlier one, of other runs
+                (folder / name).unlink(missing_ok=True)
             if len(names(groups)[1]) > 1:  # else nobody asks for one
                 print(f"no aggregate over tasks: {reason}")
     except OSError as error:

@@ -21,8 +21,8 @@ from utils.models.stages import load_stage
 from utils.models.weights import load_agents, save_agents
 from utils.run.checkpoint import newest_whole, random_state, restore_random_state, write_checkpoint
 from utils.run.failures import explain
-from utils.run.folder import OF_FOLDER, FolderArgs, check_untrained, empty, run_folder, write_config
-from utils.run.fork import copy_fork, fork_of
+from utils.run.folder import OF_FOLDER, FolderArgs, check_untrained, empty, outputs, run_folder, write_config
+from utils.run.fork import COPY, copy_fork, fork_of, put_fork
 from utils.run.kept import Kept
 from utils.run.log import Log, joint_samples
 from utils.run.metrics import agent_metrics, count_tokens, team_metrics
@@ -101,6 +101,7 @@ class Run:
         self.agents = agents
         self.generator = generator
         self.kept = Kept(agents)
+        algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         try:
             self.enter()
             try:
@@ -111,6 +112,7 @@ class Run:
             self.leave(None)
         finally:
             self.release()
+            torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])  # as the caller had it
 
     def enter(self):
         clock.lap()
@@ -125,7 +127,8 @@ class Run:
             for optimizer in agent.optimizers:
                 self.hooks.append(optimizer.register_step_pre_hook(self.before_optimizer_step))
         self.signals.catch()
-        torch.use_deterministic_algorithms(self.args.deterministic)
+        if self.args.deterministic:
+            torch.use_deterministic_algorithms(True)
 
     def keep(self):
         """Keep what learning may change before its first step: it is saved as it is after the last logged update."""
@@ -139,9 +142,18 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = lock(self.folder)
             if self.fork and not (self.args.resume and checkpoints(self.folder / "checkpoints")):
-                self.empty_folder()
-                self.write_config()
-                copy_fork(self.fork, self.folder)
+                self.begin_fork()
+
+    def begin_fork(self):
+        """Give the folder the checkpoint of a fork; what is there is removed once that is here. Raises UserError."""
+        if self.args.resume:
+            check_untrained(self.folder, self.fork["step"])
+        elif not outputs(self.folder):
+            self.write_config()
+        copy_fork(self.fork, self.folder)
+        self.empty_folder()
+        self.write_config()
+        put_fork(self.fork, self.folder)
 
     def empty_folder(self):
         empty(self.folder, keep=["config.json"] if self.args.resume else [])
@@ -191,8 +203,8 @@ class Run:
             if self.step:
                 self.log_files.read(self.step)
             (self.folder / "checkpoints").mkdir(exist_ok=True)
-            for path in (self.folder / "checkpoints").glob("update_*.*ing"):  # half written, half removed
-                shutil.rmtree(path)
+            for path in (*(self.folder / "checkpoints").glob("update_*.*ing"), self.folder / COPY):
+                shutil.rmtree(path, ignore_errors=True)  # half written, half removed
         if self.args.track:
             self.log_files.tracker.start(self.folder, self.args, config)
         tqdm.write(f"writing {self.folder}")
@@ -385,9 +397,8 @@ class Run:
         self.log_files.tracker.finish(failed=error is not None)
 
     def release(self):
-        """Give back the signals, torch's algorithms, the optimisers and the folder."""
+        """Give back the signals, the optimisers and the folder."""
         self.signals.release()
-        torch.use_deterministic_algorithms(False)
         for hook in self.hooks:
             hook.remove()
         if self.lock:
