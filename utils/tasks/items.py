@@ -18,6 +18,7 @@ from utils.cli import TaskError, UserError, describe, one_line
 from utils.distributed import say
 from utils.models.policy import UNLIMITED
 from utils.models.transcripts import encode
+from utils.tasks.calls import is_unordered
 from utils.tasks.questions import as_prompt
 
 MADE_ITEMS = 1536  # items to train on where a task makes them
@@ -79,6 +80,8 @@ def make_items(task, name, dataset, split, size, seed):
             items = task.named_dataset(dataset, size, seed, split)
         else:
             items = getattr(task, function)(size, seed)
+        if is_unordered(items):
+            raise TypeError(f"it returned a {type(items).__name__}, and is to return a list or a datasets.Dataset")
         len(items)
     except UserError:
         raise
@@ -312,11 +315,10 @@ class Batches:
         self.num_items = len(items)
         self.num_generations = args.num_generations
         self.items_per_update = args.rollout_buffer_size // args.num_generations
-        rng = random.Random(args.seed)
-        self.order = []
-        for _ in range(args.num_train_epochs):
-            self.order += rng.sample(range(len(items)), len(items))
-        self.num_updates = len(self.order) // self.items_per_update
+        self.rng = random.Random(args.seed)
+        self.order = []  # so far: passes are drawn when they are needed, for there may be more than anybody waits for
+        self.num_in_all = args.num_train_epochs * len(items)
+        self.num_updates = self.num_in_all // self.items_per_update
         if args.max_episodes:
             self.num_updates = min(self.num_updates, math.ceil(args.max_episodes / args.rollout_buffer_size))
 
@@ -327,6 +329,8 @@ class Batches:
         if not 0 <= update < self.num_updates:
             raise IndexError(update)
         start = update * self.items_per_update
+        while len(self.order) < start + self.items_per_update:
+            self.order += self.rng.sample(range(self.num_items), self.num_items)
         numbers = self.order[start : start + self.items_per_update]
         return [self.items[k] for k in numbers for _ in range(self.num_generations)]
 
@@ -334,7 +338,7 @@ class Batches:
 def shuffled_batches(train_items, args):
     """The batches of a run, one for each update; it is said how many items of the last pass are left out."""
     batches = Batches(train_items, args)
-    left_out = len(batches.order) - len(batches) * batches.items_per_update
+    left_out = batches.num_in_all - len(batches) * batches.items_per_update
     if 0 < left_out < batches.items_per_update:
         say(f"the last {left_out} items of the last epoch are left out: an update takes {batches.items_per_update}")
     return batches
