@@ -2,11 +2,16 @@
 
 import contextlib
 import inspect
+from collections.abc import Mapping, Set
+from statistics import median
 
 from tqdm import tqdm
 
 from utils.cli import TaskError, describe, one_line
 from utils.clock import clock
+
+LARGEST = 1e12  # reward
+A_NUMBER = f"a number up to {LARGEST:g}"
 
 
 @contextlib.contextmanager
@@ -59,6 +64,8 @@ def as_lists(rewards, name, num_agents, items):
     """What reward_func returned as one list of B values (joint rewards) or a list for each agent. Raises TaskError."""
     B = len(items)
     try:
+        if is_unordered(rewards):
+            raise TypeError
         rewards = [value.tolist() if hasattr(value, "tolist") else value for value in rewards]
     except TypeError:
         got = one_line(repr(rewards), 80)
@@ -76,8 +83,30 @@ def as_lists(rewards, name, num_agents, items):
 def as_number(value, name, k, item):
     if not is_number(value):
         got = one_line(repr(value), 80)
-        raise TaskError(f"{name} returned {got} for item {k}, {one_line(item, 80)}; it takes a number up to 1e30")
+        raise TaskError(f"{name} returned {got} for item {k}, {one_line(item, 80)}; it takes {A_NUMBER}")
     return float(value)
+
+
+def is_unordered(values):
+    """Whether it is no row of values: a set has no first one, a dict or a table of pandas is read as its keys."""
+    is_table = hasattr(values, "keys") and not hasattr(values, "tolist")
+    return is_table or isinstance(values, Set | Mapping | str | bytes | bytearray)
+
+
+def check_together(rewards, name, items):
+    """Raise TaskError where one reward is so large that float32, beside it, holds most of the others as one number.
+
+    Then they can't be standardised: what tells the others apart would be lost, and every loss be 0.
+    """
+    largest = max(rewards, key=abs, default=0.0)
+    if abs(largest) < 2**24:
+        return
+    middle = median(rewards)
+    alike = [reward for reward in rewards if abs(reward - middle) <= abs(largest) / 2**24]
+    if 2 * len(alike) >= len(rewards) and max(alike) - min(alike) > 1e-9 * max(map(abs, alike)):
+        where = f"item {rewards.index(largest)}, {one_line(items[rewards.index(largest)], 80)}"
+        others = f"beside it float32 does not tell {min(alike):.12g} from {max(alike):.12g}, which others earn"
+        raise TaskError(f"{name} returned {largest:g} for {where}; {others}")
 
 
 def check_prompt(prompt):
@@ -92,10 +121,10 @@ def check_prompt(prompt):
 
 
 def is_number(value):
-    """Whether it is a number of Python, numpy or torch, and of a size up to 1e30, as flags are."""
+    """Whether it is a number of Python, numpy or torch whose square float32 can hold many of."""
     if isinstance(value, (str, bytes)):
         return False
     try:
-        return abs(float(value)) <= 1e30
+        return abs(float(value)) <= LARGEST
     except Exception:  # of whatever it is that is no number
         return False

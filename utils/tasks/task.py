@@ -17,6 +17,7 @@ from utils.tasks.calls import (
     call,
     call_twice,
     check_prompt,
+    check_together,
     in_reward_phase,
 )
 from utils.timers import check_timer, time_limit
@@ -96,6 +97,8 @@ class Task:
             rewards = [[as_number(value, name, k, items[k]) for k, value in enumerate(row)] for row in rewards]
             if hasattr(self.given, "reward_processor"):
                 rewards = [[self.process(value, k, items[k]) for k, value in enumerate(row)] for row in rewards]
+            for row in rewards:
+                check_together(row, name, items)
         return rewards * N if len(rewards) == 1 and N > 1 else rewards
 
     def process(self, value, k, item):
