@@ -143,7 +143,6 @@ TASKS = {
     "formatters": ({"formatters": [len]}, "has 1 formatters for 2 agents"),
     "no function": ({"reward_func": 5}, "reward_func is not a function but 5"),
     "transition": ({"external_transition": lambda item: ["a"]}, "it takes a list of 2 prompts, or None"),
-    "half a character": ({"formatters": lambda item: "\ud800"}, "gave no prompt for item, .*: UnicodeEncodeError"),
     "metrics": ({"metrics_callback": fail}, "^metrics_callback raised ValueError: what happened"),
     "a name of ours": ({"metrics_callback": lambda rollouts: {"kl": 1}}, "returned kl, which a run has of its own"),
     "data": ({"train_dataset": fail}, "train_dataset of .* failed: ValueError: what happened"),

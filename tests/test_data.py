@@ -13,6 +13,7 @@ import pytest
 from short_runs import FLAGS, SCRIPTS, small_model
 
 from utils.cli import UserError
+from utils.models.transcripts import readable
 from utils.tasks.items import load_splits, shuffled
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -224,3 +225,70 @@ def test_chats_train_a_single_writer_who_is_compared_with_them():
 def test_chats_from_numpy_are_chats():
     read, _ = train(given={}, train_dataset=[{"prompt": numpy.array(CHAT)}] * 4)
     assert read[0][1] == CHAT
+
+
+# --- Half characters, and keys that are no text -----------------------------------------------------------------------
+
+HALF = "a\ud800b"
+READ = "a\N{REPLACEMENT CHARACTER}b"
+ODD = {"prompt": HALF, ("a", 1): HALF, 2: {(3, 4): [{None: HALF}]}}
+
+
+def samples_of(folder):
+    return [json.loads(line) for line in open(f"{folder}/samples.jsonl", encoding="utf-8")]
+
+
+@pytest.mark.parametrize("script", ["ippo", "maac"])
+def test_half_a_character_is_read_as_unknown_and_written_escaped(script):
+    rows = [ODD] * 12
+    game = {"external_transition": lambda item: [HALF, [{"role": "user", "content": HALF}]]}
+    flags = {"num_turns": 2, "train_size": 12, "save_interval": 1}
+    _, run = train(script, given=game, train_dataset=rows, **flags, pause_at=2)
+    samples = samples_of("run")
+    assert samples[0]["item"] == {"prompt": HALF, "('a', 1)": HALF, "2": {"(3, 4)": [{"null": HALF}]}}
+    assert READ in samples[0]["prompts"][0][0] and READ in samples[0]["prompts"][1][-1]
+    _, run = train(script, given=game, train_dataset=rows, **flags, resume="run", output_dir=None, overwrite=False)
+    assert run.step == 3 and samples_of("run")[: len(samples)] == samples
+
+
+def test_half_a_character_in_an_observation_and_in_a_completion(monkeypatch):
+    class Game:
+        def reset(self, seed):
+            return HALF, {}
+
+        def step(self, answer):
+            assert answer == HALF
+            return HALF, 1.0, False, True, {}
+
+    _, tokenizer = small_model()
+    monkeypatch.setattr(type(tokenizer), "batch_decode", lambda self, rows, **_: [HALF] * len(rows))
+    flags = {"output_dir": "run", "train_size": 4, "num_turns": 2, "num_agents": 1}
+    SCRIPTS["ppo"].main(SCRIPTS["ppo"].Args(**(FLAGS["ppo"] | flags)), Game, *small_model())
+    assert samples_of("run")[0]["completions"][0][0] == HALF
+    train("maac", given={}, train_dataset=[{"prompt": "a"}] * 4)
+    assert samples_of("run")[0]["completions"] == [HALF] * 2
+
+
+def test_halves_that_belong_together_are_one_character():
+    assert readable("a\ud83d\ude00\udc00") == "a\N{GRINNING FACE}\N{REPLACEMENT CHARACTER}"
+
+
+def test_names_of_metrics_are_one_line():
+    names = {("a", HALF): 1.0, "b\nc": 2.0, 3: 3.0}
+    given = {"metrics_callback": lambda rollouts: names}
+    train(given=given, train_dataset=[{"prompt": "a"}] * 12, train_size=12, pause_at=1)
+    flags = {"train_size": 12, "resume": "run", "output_dir": None, "overwrite": False}
+    _, run = train(given=given, train_dataset=[{"prompt": "a"}] * 12, **flags)
+    assert run.step == 3 and [run.rows[0][name] for name in ("b c", "3")] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("value", ["a\0b", "a\ud800b", "caf\udce9"])
+@pytest.mark.parametrize(
+    "name", ["output_dir", "task", "env", "dataset", "resume", "fork", "model", "load_checkpoint", "wandb_run_name"]
+)
+def test_a_path_that_can_be_none_is_one_line(name, value):
+    flag = "--" + name.replace("_", "-")
+    takes = "Input should be a text that files can be named by"
+    with pytest.raises(UserError) as error:
+        SCRIPTS["ippo"].Args(**{name: value})
+    assert str(error.value) == f"{flag}: {takes}, got {ascii(value)}"

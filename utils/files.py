@@ -5,6 +5,7 @@ import csv
 import fcntl
 import json
 import os
+import re
 import shutil
 
 from safetensors import SafetensorError
@@ -67,6 +68,21 @@ def read_rows(path):
     """The whole rows of a metrics.csv: numbers by name, None where there is none."""
     columns, *rows = [*csv.reader(whole_lines(path))] or [[]]
     return [{key: float(x) if x else None for key, x in zip(columns, row, strict=True)} for row in rows]
+
+
+def json_line(value):
+    """A value as a line of JSON: other keys than it has, and objects, are text, and half characters are escaped."""
+    text = json.dumps(with_json_keys(value), ensure_ascii=False, default=str)
+    return re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text) + "\n"
+
+
+def with_json_keys(value):
+    if isinstance(value, dict):
+        keys = [key if isinstance(key, str | int | float | None) else str(key) for key in value]
+        return {key: with_json_keys(own) for key, own in zip(keys, value.values())}
+    if isinstance(value, list | tuple):
+        return [with_json_keys(own) for own in value]
+    return value
 
 
 def read_lines(path):

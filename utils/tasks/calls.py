@@ -110,14 +110,11 @@ def check_together(rewards, name, items):
 
 
 def check_prompt(prompt):
-    """Raise TypeError for what is neither a string nor chat messages, UnicodeError for what no tokenizer takes."""
+    """Raise TypeError for what is neither a string nor chat messages."""
     messages = prompt if isinstance(prompt, (list, tuple)) and prompt else [None]
     is_chat = all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages)
     if not isinstance(prompt, str) and not (is_chat and all("role" in message for message in messages)):
         raise TypeError(f"a prompt is a string, or a list of messages with role and content, got {prompt!r:.80}")
-    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in messages]
-    for text in texts:
-        text.encode()  # raises UnicodeError for half a surrogate pair, which is no text
 
 
 def is_number(value):

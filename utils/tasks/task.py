@@ -145,7 +145,7 @@ class Task:
             return {}
         try:
             metrics = call(self.given.metrics_callback, rollouts, items=items)
-            return {str(name): float(value) for name, value in metrics.items()}
+            return {one_line(name): float(value) for name, value in metrics.items()}
         except (Exception, SystemExit) as error:
             raise TaskError(f"metrics_callback raised {describe(error)}") from error
 
