@@ -400,7 +400,7 @@ def flags_of(folder, Args, what="--resume"):
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))["args"]
         there = set(earlier)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{what}: {path} can't be read: {type(error).__name__}: {one_line(error)}") from error
     here = {field.name for field in dataclasses.fields(Args)}
     if there != here:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 from safetensors import SafetensorError
 
@@ -91,12 +92,20 @@ def read_lines(path):
 
 
 def whole_lines(path):
-    """The lines of a file, if there is one, but for a last one that was cut off."""
+    """The lines of a file, if there is one, but for a last one that was cut off. Raises UserError."""
+    check_inside(path)
     return [line.decode() for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
+
+
+def check_inside(path):
+    """Raise UserError for a link that leads out of its folder: what a stranger's folder shows is to be its own."""
+    if os.path.islink(path) and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent)):
+        raise UserError(f"{path} is a link that leads out of its folder")
 
 
 def read_json(path):
     """The object in a JSON file. Raises UserError."""
+    check_inside(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
