@@ -1,5 +1,6 @@
 """What a user can get wrong ends with one line that names it, before anything is written."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -8,7 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import build_model
+from pandas import DataFrame, Series
 from transformers import AutoTokenizer
 
 import iac_llm
@@ -111,12 +114,35 @@ TASKS = {
     "text": ({"reward_func": lambda *texts: ["a"] * 4}, "returned 'a' for item 0"),
     "nan": ({"reward_func": lambda *texts: [float("nan")] * 4}, "returned nan for item 0"),
     "none": ({"reward_func": lambda *texts: None}, "returned None"),
+    "dict": (
+        {"reward_func": lambda *texts: {k: 1.0 + k for k in range(4)}},
+        "returned {0: 1.0, .*; it takes a list of 4",
+    ),
+    "set": ({"reward_func": lambda *texts: {1.0, 2.0, 3.0, 4.0}}, "returned {1.0, .*; it takes a list of 4 numbers"),
+    "keys": ({"reward_func": lambda *texts: dict.fromkeys(range(4)).keys()}, "returned dict_keys.*takes a list of 4"),
+    "table": ({"reward_func": lambda *texts: DataFrame([[1.0] * 4])}, "returned .*; it takes a list of 4 numbers"),
+    "bytes": ({"reward_func": lambda *texts: b"1234"}, "returned b'1234'; it takes a list of 4 numbers"),
+    "dicts": ({"reward_func": lambda *texts: [{k: 1.0 for k in range(4)}] * 2}, "returned 2 values for 4 items"),
+    "items": (
+        {"train_dataset": lambda size, seed: {k: {"prompt": "p"} for k in range(size)}},
+        "it returned a dict, and",
+    ),
+    "too large": ({"reward_func": lambda *texts: [1.0, 2.0, -1e20, 3.0]}, r"returned -1e\+20 for item 2, {'prompt': "),
+    "outlier": (
+        {"reward_func": lambda *texts: [1.0, 2.0, -1e10, 3.0]},
+        r"returned -1e\+10 for item 2, {'prompt': .*; beside it float32 does not tell 1 from 3, which others earn$",
+    ),
+    "times": (
+        {"reward_func": lambda *texts: [1.7e9 + k for k in range(4)]},
+        r"returned 1.7e\+09 for item 3, .*; beside it float32 does not tell 1700000000 from 1700000003, which",
+    ),
+    "one agent's": ({"reward_func": lambda *texts: [[1.0] * 4, [0.0, 1.0, 1e9, 0.5]]}, r"returned 1e\+09 for item 2, "),
+    "processed": ({"reward_processor": lambda reward: 1e20}, r"reward_processor returned 1e\+20 for item 0, "),
     "formatter": ({"formatters": fail}, "formatter of agent 0 failed"),
     "no prompt": ({"formatters": lambda item: 5}, "formatter of agent 0"),
     "formatters": ({"formatters": [len]}, "has 1 formatters for 2 agents"),
     "no function": ({"reward_func": 5}, "reward_func is not a function but 5"),
     "transition": ({"external_transition": lambda item: ["a"]}, "it takes a list of 2 prompts, or None"),
-    "half a character": ({"formatters": lambda item: "\ud800"}, "gave no prompt for item, .*: UnicodeEncodeError"),
     "metrics": ({"metrics_callback": fail}, "^metrics_callback raised ValueError: what happened"),
     "a name of ours": ({"metrics_callback": lambda rollouts: {"kl": 1}}, "returned kl, which a run has of its own"),
     "data": ({"train_dataset": fail}, "train_dataset of .* failed: ValueError: what happened"),
@@ -219,6 +245,46 @@ def test_a_seat_that_never_acts_does_not_stop_the_others(tmp_path, small):
     args = ippo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"), num_train_epochs=1)
     _, run = ippo_llm.main(args, task=SimpleNamespace(TeamEnv=Players), **small)
     assert [row["reward_mean"] for row in run.rows] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "rewards, mean",
+    [
+        ({0: 7.0, 1: 8.0, 2: 9.0, 3: 10.0}.values(), 8.5),
+        (Series([7.0, 8.0, 9.0, 10.0], index=[3, 2, 1, 0]), 8.5),
+        (torch.tensor([1.0, 2.0, 3.0, 4.0]), 2.5),
+        ((k for k in range(4)), 1.5),
+        ([0.0, 0.0, 0.0, 1e10], 2.5e9),
+        ([1e11, 2e11, 3e11, 0.0], 1.5e11),
+        ([1e-9, 2e-9, 3e-9, 4.0], 1.0),
+    ],
+    ids=str,
+)
+def test_rewards_in_order_and_of_one_size_are_taken(tmp_path, small, rewards, mean):
+    task = item_task(reward_func=lambda *texts: rewards)
+    args = ippo_llm.Args(**SMALL | {"train_size": 4}, output_dir=str(tmp_path / "run"), num_train_epochs=1)
+    _, run = ippo_llm.main(args, task=task, **small)
+    assert run.rows[0]["reward_mean"] == pytest.approx(mean)
+    losses = [value for name, value in run.rows[0].items() if name.endswith("policy_loss")]
+    assert all(abs(loss) < 1e6 for loss in losses)
+
+
+@pytest.mark.parametrize(
+    "reward, match", [(1e20, r"reward 1e\+20"), (1e9, r"step returned 1e\+09 for item 2, {'s")]
+)
+def test_what_an_environment_pays_is_of_a_size(tmp_path, small, reward, match):
+    earned = itertools.cycle([1.0, 2.0, reward, 3.0])
+
+    class Game:
+        def reset(self, seed):
+            return "Say.", {}
+
+        def step(self, answer):
+            return "", next(earned), True, False, {}
+
+    args = ppo_llm.Args(rollout_buffer_size=4, mini_batch_size=4, train_size=4, output_dir=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=match):
+        ppo_llm.main(args, task=Game, **small)
 
 
 def test_data_that_can_not_be_read_are_one_line(tmp_path, small):

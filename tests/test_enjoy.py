@@ -318,6 +318,57 @@ def test_code_that_a_strangers_folder_names_is_not_run(name, copied, tmp_path):
     assert (tmp_path / "was_here").exists()
 
 
+def test_what_a_stranger_links_to_is_not_in_the_page(copied, tmp_path):
+    (tmp_path / "private.png").write_bytes(b"\x89PNG\r\n\x1a\nprivate")
+    (copied / "curves.png").unlink(missing_ok=True)
+    (copied / "curves.png").symlink_to(tmp_path / "private.png")
+    for name in ("curves.png", "metrics.csv", "config.json"):
+        if name != "curves.png":
+            shutil.move(copied / name, tmp_path / name)
+            (copied / name).symlink_to(tmp_path / name)
+        with pytest.raises(UserError, match=f"{name} is a link that leads out of its folder"):
+            run_command(copied, "--items", 1, "--html", tmp_path / "page.html")
+        assert not (tmp_path / "page.html").exists()
+        (copied / name).unlink()
+        if name != "curves.png":
+            shutil.move(tmp_path / name, copied / name)
+    (copied / "curves.png").write_text("private")
+    with pytest.raises(UserError, match="curves.png is no PNG file"):
+        run_command(copied, "--items", 1, "--html", tmp_path / "page.html")
+
+
+def test_what_a_stranger_names_as_data_is_shown_only_where_the_command_names_it(copied, tmp_path):
+    data = tmp_path / "private.txt"
+    data.write_text("private\n" * 20)
+    set_flags(copied, dataset=str(data))
+    with pytest.raises(UserError, match="shows what is in .*private.txt on this machine: add --dataset .*private.txt"):
+        run_command(copied)
+    assert run_command(copied, "--items", 1, "--dataset", data)[0]["item"]["prompt"] == "private"
+
+
+@pytest.mark.parametrize("reward", ["1e308", "-1e308", "inf"])
+def test_metrics_that_no_run_has_are_one_line(copied, tmp_path, reward):
+    header, *rows = (copied / "metrics.csv").read_text().splitlines()
+    columns = header.split(",")
+    cells = rows[0].split(",")
+    cells[columns.index("reward_mean")] = reward
+    (copied / "metrics.csv").write_text("\n".join([header, ",".join(cells), ""]))
+    (copied / "curves.png").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"metrics.csv: reward_mean takes a number up to 1e\+30, got "):
+        run_command(copied, "--items", 1, "--html", tmp_path / "page.html")
+
+
+def test_a_config_that_no_run_has_is_one_line(copied):
+    set_flags(copied, seed=1e999)
+    with pytest.raises(UserError, match="config.json: seed takes a whole number from 0, got inf$"):
+        run_command(copied)
+    (copied / "config.json").write_text('{"args": ' + "[" * 200_000)
+    with pytest.raises(UserError, match="config.json can't be read as JSON: maximum recursion"):
+        run_command(copied)
+    with pytest.raises(UserError, match="config.json can't be read: RecursionError"):
+        parse(ippo_llm.Args, ["--resume", str(copied)], script="ippo_llm")
+
+
 def test_code_of_models_is_not_taken_by_the_word_of_a_folder(copied):
     set_flags(copied, trust_remote_code=True)
     with pytest.raises(UserError, match="add --trust-remote-code, if you trust it"):

@@ -242,15 +242,70 @@ def bad(tmp_path, **changes):
 
 BAD_RUNS = {
     "no metrics": (lambda run: (run / "metrics.csv").unlink(), "x/3 has no metrics.csv with a whole update in it"),
-    "no config": (lambda run: (run / "config.json").unlink(), "x/3 is no run that can be read: FileNotFoundError"),
-    "a list": (lambda run: (run / "config.json").write_text("[]"), "x/3 is no run that can be read: TypeError"),
-    "ragged": (lambda run: (run / "metrics.csv").write_text("a,b\n1\n"), "x/3 is no run that can be read: ValueError"),
+    "no config": (lambda run: (run / "config.json").unlink(), "x/3 is none: it has no config.json"),
+    "a list": (
+        lambda run: (run / "config.json").write_text("[]"),
+        "config.json is to hold a JSON object, and holds []",
+    ),
+    "ragged": (lambda run: (run / "metrics.csv").write_text("a,b\n1\n"), "x/3/metrics.csv can't be read: zip()"),
     "columns": (lambda run: (run / "metrics.csv").write_text("a\n1\n"), "can be read: KeyError: 'global_step'"),
     "NaN": (
         lambda run: (run / "metrics.csv").write_text("global_step,reward_mean,time/learn\n8,nan,1\n"),
         "x/3/metrics.csv has an update without its joint samples, reward or seconds",
     ),
+    "endless seed": (
+        lambda run: set_config(run, seed=1e999),
+        "config.json: seed takes a whole number from 0, got inf",
+    ),
+    "half a seed": (
+        lambda run: set_config(run, seed=1.5),
+        "config.json: seed takes a whole number from 0, got 1.5",
+    ),
+    "updates": (lambda run: set_config(run, num_updates=1e999), "num_updates takes a whole number from 0, got inf"),
+    "brackets": (
+        lambda run: (run / "config.json").write_text('{"args": ' + "[" * 200_000),
+        "x/3/config.json can't be read as JSON: maximum recursion",
+    ),
+    "names": (lambda run: set_config(run, task=["a"]), "x/3/config.json has a name that is no text"),
+    "null": (lambda run: set_config(run, task="a\0b"), "x/3/config.json has a name that is no text"),
+    "huge": (
+        lambda run: (run / "metrics.csv").write_text("global_step,reward_mean,time/learn\n8,-1e308,1\n16,1e308,1\n"),
+        "x/3/metrics.csv: reward_mean takes a number up to 1e+30, got -1e+308 in row 1",
+    ),
+    "link": (lambda run: link(run / "config.json"), "x/3/config.json is a link that leads out of its folder"),
+    "linked": (lambda run: link(run / "metrics.csv"), "x/3/metrics.csv is a link that leads out of its folder"),
 }
+
+
+def set_config(run, **values):
+    config = json.loads((run / "config.json").read_text())
+    num_updates = values.pop("num_updates", 1)
+    config = config | {"args": config["args"] | values, "num_updates": num_updates}
+    (run / "config.json").write_text(json.dumps(config))
+
+
+def link(path):
+    """Let a file be a link to another place."""
+    there = path.parent.parent.parent / path.name
+    path.rename(there)
+    path.symlink_to(there)
+
+
+def test_numbers_as_large_as_they_may_be_are_drawn(tmp_path, monkeypatch, capsys):
+    for seed in (1, 2):
+        run = make_run(tmp_path / "x" / str(seed), seed, task="x" * 5000)
+        rows = [f"{k},{(-1) ** (k + seed) * 1e30},nan,1e30" for k in range(1, 21)]
+        text = "\n".join(["global_step,reward_mean,reference_logprob,time/learn", *rows, ""])
+        (run / "metrics.csv").write_text(text)
+    code, _ = run_tool(monkeypatch, capsys, "--runs", f"{tmp_path}/x/*", "--output-dir", tmp_path / "out")
+    assert code == 0 and image.imread(tmp_path / "out/curves.png").std() > 0
+
+
+def test_a_link_within_the_folder_is_followed(tmp_path):
+    run = bad(tmp_path)
+    (run / "metrics.csv").rename(run / "kept.csv")
+    (run / "metrics.csv").symlink_to("kept.csv")
+    assert len(plot.load([f"{tmp_path}/x/*"])["x", "tldr"]) == 3
 
 
 @pytest.mark.parametrize("name", BAD_RUNS)

@@ -1,9 +1,11 @@
 """--resume, --pause-at, --fork: a run goes on to the same bits, and what it can't go on from is one line."""
 
+import itertools
 import json
 import os
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import numpy
@@ -12,8 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from short_runs import FLAGS, SCRIPTS, Faulty, every_script, make_task, return_none, saved_state, small_model, train
 
-from utils.cli import TaskError, UserError, parse
+import utils.run
+from utils.cli import Stopped, TaskError, UserError, parse
 from utils.files import read_rows
+from utils.run import Run
 from utils.run.checkpoint import checkpoints
 from utils.same import compare, timeless
 
@@ -86,36 +90,86 @@ def test_a_run_that_has_ended_ends_again_with_the_same_bits(undisturbed):
     assert_same("run", undisturbed("ippo"))
 
 
-@every_script
-def test_a_run_that_failed_while_it_learned_goes_on_from_there(script, undisturbed, monkeypatch, capsys):
-    """The last step of the third update is not made; what was learned before it is saved."""
-    steps = []
-    step = torch.optim.AdamW.step
-    num_steps = len(run_and_count(script, monkeypatch))
-
-    def fail(self, *values):
-        steps.append(1)
-        if len(steps) == num_steps:
-            raise RuntimeError("a fault")
-        return step(self, *values)
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="^a fault$"):
-        patch.setattr(torch.optim.AdamW, "step", fail)
-        train(script)
-    assert saved_state("run")["learning"] and saved_state("run")["step"] == 2
-    _, run = train(script, resume="run")
-    assert "2 of 3 updates are done, and some of the next" in capsys.readouterr().out
-    assert run.step == 3 and timeless("run")[:2] == timeless(undisturbed(script))[:2]
+# Where the second update is cut: before which call of what is called there, numbered from 0
+PLACES = {
+    "as it plays": ("generate", 1),
+    "as it begins to learn": ("policy_forward", 0),
+    "as it computes a gradient": ("policy_forward", -1),
+    "before a step": ("step", 0),
+    "before its second step": ("step", 1),
+    "before its last step": ("step", -1),
+    "as it evaluates": ("evaluate", 0),
+    "as it ends": ("log", 0),
+}
+CUTS = [("ippo", place) for place in PLACES]
+CUTS += [(script, place) for script in SCRIPTS for place in [*PLACES][1:6:3] if script != "ippo"]
+every_cut = pytest.mark.parametrize("script, place", CUTS)
+EVALUATED = {"save_interval": 0, "eval_interval": 1, "eval_size": 2}
 
 
-def run_and_count(script, monkeypatch):
-    """What stands for each step of an optimiser in a whole run."""
-    steps = []
-    step = torch.optim.AdamW.step
+def watch(patch, script, name, on_call):
+    """Let on_call(k) be called before call k of a function of a script, of AdamW, or of Run."""
+    owner = {"step": torch.optim.AdamW, "log": Run}.get(name, SCRIPTS[script])
+    function = getattr(owner, name)
+    numbers = itertools.count()
+
+    def watched(*values, **named):
+        on_call(next(numbers))
+        return function(*values, **named)
+
+    patch.setattr(owner, name, watched)
+
+
+def act_in_second_update(monkeypatch, script, place, act):
+    """Train, where act() is called at a place of the second update."""
+    name, call = PLACES[place]
+    calls = []
     with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", lambda self, *values: steps.append(1) or step(self, *values))
-        train(script, folder="counted")
-    return steps
+        watch(patch, script, name, calls.append)
+        train(script, folder="counted", pause_at=1, **EVALUATED)
+    number = len(calls) + call % len(calls)
+    with monkeypatch.context() as patch:
+        watch(patch, script, name, lambda k: act() if k == number else None)
+        train(script, **EVALUATED)
+
+
+@every_cut
+def test_a_run_that_an_error_ended_in_an_update_goes_on_to_the_same_bits(script, place, undisturbed, monkeypatch):
+    def fail():
+        raise ArithmeticError("a fault")
+
+    with pytest.raises(ArithmeticError, match="^a fault$"):
+        act_in_second_update(monkeypatch, script, place, fail)
+    assert saved_state("run")["step"] == len(timeless("run")) == 1
+    train(script, resume="run", **EVALUATED)
+    assert_same("run", undisturbed(script, **EVALUATED))
+
+
+@every_cut
+def test_what_a_signal_in_an_update_saves_goes_on_to_the_same_bits(script, place, undisturbed, monkeypatch):
+    """Whether the process is killed once that is saved, or has the time to finish the update."""
+    write = utils.run.write_checkpoint
+
+    def write_and_copy(folder, *values):
+        write(folder, *values)
+        if folder == Path("run/checkpoints") and not Path("killed").exists():
+            shutil.copytree("run", "killed")
+
+    monkeypatch.setattr(utils.run, "write_checkpoint", write_and_copy)
+    with pytest.raises(Stopped, match="^stopped by SIGTERM after update 2 of 3"):
+        act_in_second_update(monkeypatch, script, place, lambda: signal.raise_signal(signal.SIGTERM))
+    for folder in ("killed", "run"):
+        train(script, resume=folder, **EVALUATED)
+        assert_same(folder, undisturbed(script, **EVALUATED))
+
+
+def test_a_run_that_fails_in_its_first_update_begins_anew(undisturbed, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        watch(patch, "ippo", "step", lambda k: k < 2 or 1 / 0)
+        train("ippo")
+    assert not Path("run/agent_0").exists()
+    train("ippo", resume="run")
+    assert_same("run", undisturbed("ippo"))
 
 
 # --- What may differ --------------------------------------------------------------------------------------------------
@@ -309,6 +363,71 @@ def test_a_fork_that_ended_before_its_first_update_goes_on_without_its_run(undis
     Path("first").rename("away")
     train("ippo", resume="run", fork="first")
     assert_same("run", undisturbed("ippo"))
+
+
+def without_checkpoints(script):
+    """What is in the folder of a fork that has learned, and whose checkpoints somebody has removed."""
+    train(script, folder="first", pause_at=1, **KEPT)
+    train(script, folder="run", fork="first", **KEPT)
+    shutil.rmtree("run/checkpoints")
+    return contents("run")
+
+
+@pytest.mark.parametrize("agents", [True, False])
+@pytest.mark.parametrize("has_parent", [True, False])
+def test_a_fork_without_checkpoints_that_has_learned_is_refused_and_kept(has_parent, agents):
+    before = without_checkpoints("ippo")
+    if not agents:
+        for path in Path("run").glob("agent_*"):
+            shutil.rmtree(path)
+        before = contents("run")
+    if not has_parent:
+        Path("first").rename("away")
+    there = "3 updates in metrics.csv" + (", agent_0, agent_1" if agents else "")
+    with pytest.raises(UserError, match=f"^--resume: run has no checkpoint to go on from; it has {there}, which are k"):
+        train("ippo", resume="run", fork="first", **KEPT)
+    assert contents("run") == before
+
+
+def test_a_fork_that_can_not_be_copied_removes_no_run_that_it_would_replace(monkeypatch):
+    train("ippo", folder="first", pause_at=1, **KEPT)
+    train("ippo", folder="run", pause_at=1, seed=2)
+    before = contents("run")
+    copytree = shutil.copytree
+
+    def remove_first(source, target):
+        shutil.rmtree(source)
+        copytree(source, target)
+
+    monkeypatch.setattr("utils.run.fork.shutil.copytree", remove_first)
+    with pytest.raises(UserError, match="^--fork: first/checkpoints/update_000001 can't be copied: that run goes on"):
+        train("ippo", fork="first", overwrite=True)
+    assert contents("run") == before
+
+
+@pytest.mark.parametrize("change", range(1, 60, 7))
+def test_a_fork_that_was_cut_off_at_a_change_of_files_is_whole_or_made_again(change, undisturbed, monkeypatch):
+    """Where it replaces a run."""
+    train("ippo", folder="first", pause_at=1, **KEPT)
+    train("ippo", folder="run", pause_at=1, seed=2)
+    numbers = itertools.count(1)
+
+    def stop(*_):
+        if next(numbers) == change:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        for module, name in [(os, "replace"), (os, "mkdir"), (os, "unlink"), (os, "rmdir"), (os, "open")]:
+            function = getattr(module, name)
+            patch.setattr(module, name, lambda *values, f=function, **named: stop() or f(*values, **named))
+        try:
+            train("ippo", fork="first", overwrite=True)
+        except KeyboardInterrupt:
+            pass
+    is_fork = Path("run/config.json").exists() and config_of("run")["args"]["seed"] == 1
+    train("ippo", fork="first", **({"resume": "run"} if is_fork else {"overwrite": True}))
+    assert_same("run", undisturbed("ippo"))
+    assert not Path("run/fork.writing").exists()
 
 
 def test_a_fork_that_was_cut_off_while_it_was_made_is_made_again(undisturbed, monkeypatch):

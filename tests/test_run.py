@@ -1,5 +1,6 @@
 """A run as its user sees it: what is in its folder, how it ends, what it gives back, and what it logs elsewhere."""
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+import transformers
 import wandb
 from helpers import read_metrics
 from matplotlib.image import imread
@@ -250,6 +252,40 @@ def test_signals_the_folder_and_torchs_algorithms_are_given_back(fails):
             signal.signal(number, previous)
     assert seen == [[False, False], True] and not torch.are_deterministic_algorithms_enabled()
     lock(Path("run")).close()
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_callers_settings_are_as_they_were(fails, deterministic, warn_only):
+    logging = transformers.utils.logging
+    logging.enable_progress_bar()
+    environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        with contextlib.nullcontext() if not fails else pytest.raises(TaskError):
+            train("ippo", (lambda *texts, items: None) if fails else None, train_size=4, deterministic=deterministic)
+        assert torch.are_deterministic_algorithms_enabled() and logging.is_progress_bar_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
+        assert {name: os.environ.get(name) for name in environment} == environment
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "agent_0", "samples.jsonl"])
+@pytest.mark.parametrize("there", [True, False])
+def test_overwrite_replaces_a_link_and_not_what_it_leads_to(name, there):
+    """Nor does a link that leads nowhere stop it."""
+    train("ippo", train_size=4)
+    Path("run", name).rename("elsewhere")
+    if not there:
+        Path("elsewhere").rename("lost")
+    Path("run", name).symlink_to(Path("elsewhere").absolute())
+    before = {path: path.read_bytes() for path in [Path("elsewhere"), *Path("elsewhere").rglob("*")] if path.is_file()}
+    assert bool(before) == there
+    _, run = train("ippo", train_size=4, overwrite=True)
+    assert run.step == 1 and Path("run", name).exists() and not Path("run", name).is_symlink()
+    assert {path: path.read_bytes() for path in before} == before and Path("elsewhere").exists() == there
 
 
 def test_an_operation_that_is_not_deterministic_is_named(monkeypatch):

@@ -362,6 +362,56 @@ def test_verdict(program, test, entry_point, expected):
     assert verdict.error.startswith(error) and bool(verdict.error) == (passed < total)
 
 
+CASES = "cases = [(1, 2), (2, 4)]\n"
+SWALLOWED = {  # what a test's own machinery would take an error of the program for
+    "map": ("StopIteration", CASES + "assert all(map(lambda c: candidate(c[0]) == c[1], cases))"),
+    "sum": ("StopIteration", CASES + "assert sum(map(lambda c: candidate(c[0]) != c[1], cases)) == 0"),
+    "next": ("StopIteration", CASES + "assert next((c for c in cases if candidate(c[0]) != c[1]), None) is None"),
+    "named": ("StopIteration", "try:\n    next(iter([]))\nexcept StopIteration:\n    pass\nassert all(map(f, [1, 2]))"),
+    "sequence": (
+        "IndexError",
+        "class Cases:\n    def __getitem__(self, k):\n        return candidate(range(3)[k]) != 2 * k\n"
+        "assert not any(Cases())",
+    ),
+    "property": (
+        "AttributeError",
+        "class Case:\n    fails = property(lambda self: [candidate(1), candidate(2)] != [2, 4])\n"
+        "assert not getattr(Case(), 'fails', False)",
+    ),
+    "loop": ("ValueError", "for x in range(3):\n    y = candidate(x)\n    assert y == 2 * x"),
+    "iterator": ("StopIteration", "for x, y in enumerate(map(candidate, range(3))):\n    assert y == 2 * x"),
+    "function": (
+        "ValueError",
+        "def one(x):\n    y = f(x)\n    assert y == 2 * x\n    return y\nassert f(0) == 0\n[one(x) for x in range(3)]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SWALLOWED)
+@pytest.mark.parametrize("right", [0, 1])
+def test_no_error_of_a_program_passes_an_assert(case, right):
+    """It answers so many calls rightly, then raises."""
+    error, test = SWALLOWED[case]
+    program = f"calls = 0\ndef f(x):\n    global calls\n    calls += 1\n    if calls > {right}: raise {error}\n"
+    program += "    return 2 * x"
+    (verdict,) = run_tests([(program, test, "f")])
+    assert verdict.passed == (case == "function" and right == 1) and verdict.error
+    (verdict,) = run_tests([("def f(x):\n    return 2 * x", test, "f")])
+    assert verdict.passed == verdict.total
+
+
+def test_an_error_that_the_test_names_is_of_its_kind():
+    program = "def f(x):\n    raise {'k': KeyError, 'o': FileNotFoundError, 's': StopIteration}[x]('it')"
+    tests = {
+        "try:\n    f('k')\n    assert False\nexcept LookupError:\n    assert 1 < 2": 2,
+        "try:\n    f('o')\n    assert False\nexcept IOError:\n    assert 1 < 2": 2,
+        "try:\n    f('k')\n    assert False\nexcept Exception as e:\n    assert 'it' in str(e)": 2,
+        "try:\n    f('s')\n    assert False\nexcept StopIteration:\n    assert 1 < 2": 0,
+    }
+    verdicts = run_tests([(program, test, "f") for test in tests])
+    assert [verdict.passed for verdict in verdicts] == [*tests.values()]
+
+
 @pytest.mark.parametrize(
     ("test", "message"), [("assert (", "does not parse"), ("x = 1", "no assert"), ("assert True", "no a")]
 )

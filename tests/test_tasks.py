@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +124,18 @@ def test_batches_are_passes_over_all_items():
     assert sorted(seen[:5]) == sorted(seen[5:10]) == [*range(5)] and seen[:5] != seen[5:10]
     args = ippo_llm.Args(rollout_buffer_size=4, num_train_epochs=3, max_episodes=5)
     assert len(tasks.shuffled_batches([*range(40)], args)) == 2
+
+
+def test_passes_are_drawn_as_they_are_needed_and_in_any_order():
+    flags = {"rollout_buffer_size": 4, "num_train_epochs": 2_000_000_000, "max_episodes": 32}
+    start = time.monotonic()
+    batches = tasks.shuffled_batches([*range(6)], ippo_llm.Args(**flags))
+    assert len(batches) == 8 and time.monotonic() - start < 1
+    in_order = [batches[update] for update in range(8)]
+    again = tasks.shuffled_batches([*range(6)], ippo_llm.Args(**flags))
+    assert [again[update] for update in reversed(range(8))] == in_order[::-1]
+    endless = tasks.shuffled_batches([*range(6)], ippo_llm.Args(**flags | {"max_episodes": None}))
+    assert len(endless) == 3_000_000_000 and [endless[update] for update in range(8)] == in_order
 
 
 def test_the_judge_of_the_page_reads_the_solvers_answer(tmp_path):

@@ -135,6 +135,7 @@ def flags(cls):
             first = error.errors()[0]
             raise UserError(refusal(first["loc"][0], first["msg"], first["input"])) from None
         check_sizes(self)
+        check_texts(self)
 
     cls.__init__ = __init__
     return cls
@@ -151,6 +152,15 @@ def check_sizes(args):
             raise UserError(refusal(name, "Input should be at most 2147483647", value))
         if isinstance(value, float) and value not in (0, math.inf) and not 1e-30 <= abs(value) <= 1e30:
             raise UserError(refusal(name, "Input should be 0 or of a size from 1e-30 to 1e30", value))
+
+
+def check_texts(args):
+    """Raise UserError for a text that can be no file's name: with half a character (as bytes give), or a null one."""
+    for name, value in vars(args).items():
+        for text in value if isinstance(value, tuple) else [value]:
+            if isinstance(text, str):
+                if "\0" in text or text != text.encode(errors="replace").decode():
+                    raise UserError(refusal(name, "Input should be a text that files can be named by", ascii(text)))
 
 
 def refusal(name, takes, value):
@@ -390,7 +400,7 @@ def flags_of(folder, Args, what="--resume"):
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))["args"]
         there = set(earlier)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{what}: {path} can't be read: {type(error).__name__}: {one_line(error)}") from error
     here = {field.name for field in dataclasses.fields(Args)}
     if there != here:

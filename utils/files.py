@@ -5,11 +5,14 @@ import csv
 import fcntl
 import json
 import os
+import re
 import shutil
+from pathlib import Path
 
 from safetensors import SafetensorError
 
 from utils.cli import UserError, one_line
+from utils.timers import at_rest
 
 
 class WriteError(UserError):
@@ -20,9 +23,10 @@ class WriteError(UserError):
 
 @contextlib.contextmanager
 def writing(folder):
-    """Within it, a disk that does not take what is written becomes a WriteError of one line."""
+    """Within it timers rest, and a disk that does not take what is written becomes a WriteError of one line."""
     try:
-        yield
+        with at_rest():
+            yield
     except (OSError, SafetensorError) as error:
         raise WriteError(f"{folder} can't be written: {one_line(error)}") from error
 
@@ -67,18 +71,41 @@ def read_rows(path):
     return [{key: float(x) if x else None for key, x in zip(columns, row, strict=True)} for row in rows]
 
 
+def json_line(value):
+    """A value as a line of JSON: other keys than it has, and objects, are text, and half characters are escaped."""
+    text = json.dumps(with_json_keys(value), ensure_ascii=False, default=str)
+    return re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text) + "\n"
+
+
+def with_json_keys(value):
+    if isinstance(value, dict):
+        keys = [key if isinstance(key, str | int | float | None) else str(key) for key in value]
+        return {key: with_json_keys(own) for key, own in zip(keys, value.values())}
+    if isinstance(value, list | tuple):
+        return [with_json_keys(own) for own in value]
+    return value
+
+
 def read_lines(path):
     """The whole lines of a file, each a JSON value."""
     return [json.loads(line) for line in whole_lines(path)]
 
 
 def whole_lines(path):
-    """The lines of a file, if there is one, but for a last one that was cut off."""
+    """The lines of a file, if there is one, but for a last one that was cut off. Raises UserError."""
+    check_inside(path)
     return [line.decode() for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
+
+
+def check_inside(path):
+    """Raise UserError for a link that leads out of its folder: what a stranger's folder shows is to be its own."""
+    if os.path.islink(path) and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent)):
+        raise UserError(f"{path} is a link that leads out of its folder")
 
 
 def read_json(path):
     """The object in a JSON file. Raises UserError."""
+    check_inside(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -92,21 +119,32 @@ def put(aside, final):
     """Give a folder the name `final`, in the place of an older folder, if there is one, which is removed after it."""
     gone = move_aside(final)
     os.replace(aside, final)
-    shutil.rmtree(gone, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        erase(gone)
 
 
 def remove(path):
     """Remove a folder, if it is there: first its name, so that no half of it is ever seen."""
-    shutil.rmtree(move_aside(path), ignore_errors=True)
+    gone = move_aside(path)
+    with contextlib.suppress(OSError):
+        erase(gone)
 
 
 def move_aside(path):
     """Give a folder, if it is there, a name under which it is removed, and return that."""
     gone = path.with_name(path.name + ".removing")
-    shutil.rmtree(gone, ignore_errors=True)
-    if path.exists():
+    erase(gone)
+    if os.path.lexists(path):
         os.replace(path, gone)
     return gone
+
+
+def erase(path):
+    """Remove a file, a folder or a link, not what it leads to, if it is there."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
 
 
 STATE = "state.json"  # of a checkpoint
@@ -114,4 +152,10 @@ STATE = "state.json"  # of a checkpoint
 
 def checkpoints(folder):
     """The folders of checkpoints, oldest first, whole or not."""
-    return sorted(path for path in folder.glob("update_*") if path.is_dir() and path.suffix == "")
+    found = [path for path in folder.glob("update_*") if path.is_dir() and path.suffix == ""]
+    return sorted(found, key=order)
+
+
+def order(path):
+    """What checkpoints are sorted by: their updates, of which there may be more than the six digits hold."""
+    return len(path.name), path.name

@@ -11,7 +11,6 @@ import csv
 import dataclasses
 import glob
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -20,8 +19,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from utils.cli import UserError, command_line, flag_name, flags, one_line
-from utils.files import read_rows
 from utils.run import FolderArgs
+from utils.run.reader import read_config, read_metrics
 from utils.run.report import COLORS, smooth
 
 LINES, MARKERS = ["-", "--", "-.", ":"], ["", "o", "s", "^", "D", "v", "P", "X"]
@@ -92,14 +91,14 @@ def load(runs):
 def read(folder):
     """The task and the Curve of a run folder. Raises UserError."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_config(folder)
         args = config["args"]
-        rows = read_rows(folder / "metrics.csv")
+        rows = read_metrics(folder)
         if (folder / "times.csv").is_file():  # where the columns of time are kept apart
-            rows = [row | times for row, times in zip(rows, read_rows(folder / "times.csv"), strict=True)]
+            rows = [row | times for row, times in zip(rows, read_metrics(folder, "times.csv"), strict=True)]
         values = {"script": Path(config["command"][0]).name}
         values |= {flag_name(name): value for name, value in args.items()}
-        seed = int(args["seed"])
+        seed = args["seed"]
         seconds = [sum(value for name, value in row.items() if name.startswith("time/")) for row in rows]
         steps, rewards = np.array([[row["global_step"], row["reward_mean"]] for row in rows], float).reshape(-1, 2).T
         task = task_of(config)
@@ -126,7 +125,7 @@ def task_of(config):
         if "script" not in config:  # an earlier version's
             return "guess"
         return "the script's environment" if "env" in args else "the script's task"
-    return Path(subject).stem if subject.endswith(".py") else subject
+    return one_line(Path(subject).stem if subject.endswith(".py") else subject, 80)
 
 
 def check_seeds(curves, name):
@@ -388,13 +387,13 @@ def main(args):
         draw(groups, folder / "curves.png", args.by)
         draw_finals(groups, folder / "finals.png")
         write_table(table(groups, {task: reward for task, (reward,) in thresholds.items()}), folder)
-        for name in ("aggregate.md", "aggregate.png"):
-            (folder / name).unlink(missing_ok=True)
         try:
             found = aggregate(groups, ranges)
             (folder / "aggregate.md").write_text("\n".join(aggregate_lines(found)), encoding="utf-8")
             draw_aggregate(found, folder / "aggregate.png")
         except UserError as reason:
+            for name in ("aggregate.md", "aggregate.png"):  # an earlier one, of other runs
+                (folder / name).unlink(missing_ok=True)
             if len(names(groups)[1]) > 1:  # else nobody asks for one
                 print(f"no aggregate over tasks: {reason}")
     except OSError as error:

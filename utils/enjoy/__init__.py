@@ -10,9 +10,9 @@ import transformers
 
 from utils import distributed, envs, tasks
 from utils.cli import UserError, one_line
-from utils.files import read_json
 from utils.load import begin
 from utils.models.weights import load_agents
+from utils.run.reader import read_config
 from utils.tasks.task import BUILT_IN
 
 __all__ = ["TEAMS", "show"]
@@ -27,7 +27,8 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None, sc
     An episode has the team's `reward` (or None, and a `note` that says why) and, lists of N lists over the turns in
     which an agent acted, `rewards`, `prompts` (the last message of each) and `completions`. `script`, and `task`,
     `env` and `trust_remote_code` among the flags, which stand in for the run's, are code that may be run; a folder's
-    own is taken only where it is the project's. Raises UserError.
+    own is taken only where it is the project's, and data of this machine only where `dataset` names them too. Raises
+    UserError.
     """
     if prompt is not None and (not prompt.strip() or prompt != prompt.encode(errors="replace").decode()):
         raise UserError(f"--prompt takes a text, got {one_line(ascii(prompt), 80)}")
@@ -61,22 +62,9 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None, sc
     return [{"item": item} | dict(zip(TEAMS, pair)) for item, *pair in zip(chosen, *shown)]
 
 
-def read_config(run):
-    """A run's config.json. Raises UserError."""
-    path = Path(run) / "config.json"
-    if not os.path.isfile(path):  # False too for what can be no name
-        problem = "it has no config.json" if os.path.isdir(run) else "there is no such folder"
-        raise UserError(f"a run's folder is needed, and {one_line(run, 80) or 'none'} is none: {problem}")
-    config = read_json(path)
-    kinds = {"args": dict, "script": str, "command": list}
-    if not all(isinstance(config.get(name), kind) for name, kind in kinds.items()):
-        raise UserError(f"{path} is not of these scripts")
-    return config
-
-
 def import_script(run, config, script=None):
     """The module of a run's script: what the user names, or else one of the project's. Raises UserError for another."""
-    own = Path(config["script"])
+    own = Path(str(config.get("script")))
     if script is not None:
         if not script.endswith(".py") or not os.path.isfile(script):
             raise UserError(f"--script takes a FILE.py, and there is no file {one_line(script, 80)}")
@@ -95,6 +83,10 @@ def check_code(run, saved, flags):
         if name not in flags and there is not None and there not in built_in:
             code = f"the code in {one_line(Path(str(there)).name, 80)}"
             raise UserError(f"{run} takes {code}: add --{name} FILE.py, if you trust it, and that is run")
+    data = saved.get("dataset")
+    if "dataset" not in flags and data is not None and os.path.exists(data):
+        shown = f"what is in {one_line(data, 80)}"
+        raise UserError(f"{run} shows {shown} on this machine: add --dataset {one_line(data, 80)}, if it may be shown")
     if saved.get("trust_remote_code") and not flags.get("trust_remote_code"):
         raise UserError(f"{run} takes the code that comes with its models: add --trust-remote-code, if you trust it")
 

@@ -15,10 +15,11 @@ import tyro
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from utils.cli import UserError, command_line, flags, one_line
-from utils.enjoy import read_config, show
+from utils.enjoy import show
 from utils.enjoy.page import page
 from utils.enjoy.text import as_text
 from utils.files import WriteError, write_whole
+from utils.run.reader import read_config
 
 
 @flags
@@ -35,6 +36,7 @@ class EnjoyArgs:
     script: str | None = None  # the run's script, where it is none of the project's: it is imported, and so run
     task: str | None = None  # a FILE.py that the run names as its task: it is imported, and so run
     env: str | None = None  # a FILE.py that the run names as its environment: it is imported, and so run
+    dataset: str | None = None  # a file or folder that the run names as its data: it is shown
     trust_remote_code: bool = False  # run code that comes with the run's models
 
 
@@ -48,7 +50,7 @@ def main(args):
     file = Path(args.html or "page.html")
     if os.path.isdir(file) or not os.path.isdir(file.parent):
         raise UserError(f"--html takes a file to write, in a folder that is there, got {one_line(file, 80)}")
-    code = {"task": args.task, "env": args.env, "trust_remote_code": args.trust_remote_code}
+    code = {name: getattr(args, name) for name in ("task", "env", "dataset", "trust_remote_code")}
     code = {name: value for name, value in code.items() if value}
     samples = show(args.run, args.items, args.prompt, args.seed, args.do_sample, args.temperature, args.script, **code)
     print(as_text(samples))

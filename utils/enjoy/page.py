@@ -9,7 +9,7 @@ from pathlib import Path
 from utils.cli import UserError, one_line, printable
 from utils.enjoy import TEAMS
 from utils.enjoy.text import facts, mean_rewards, reward_text, turns
-from utils.files import read_rows
+from utils.run.reader import read_curves, read_metrics
 from utils.run.report import draw_curves
 
 STYLE = """
@@ -85,16 +85,15 @@ def number(value):
 
 def curves(run):
     """A run's curves.png, or the same drawn anew, as the URL that holds it. Raises UserError."""
-    file = io.BytesIO()
-    try:
-        if (run / "curves.png").is_file():
-            file.write((run / "curves.png").read_bytes())
-        else:
-            rows = read_rows(run / "metrics.csv")
-            draw_curves(rows, file, run.name)
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{run} has no curves that can be read or drawn: {one_line(error)}") from error
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    content = read_curves(run)
+    if content is None:
+        file = io.BytesIO()
+        try:
+            draw_curves(read_metrics(run), file, run.name)
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{run} has no curves that can be drawn: {one_line(error)}") from error
+        content = file.getvalue()
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def page(run, config, samples):

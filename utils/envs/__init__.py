@@ -33,7 +33,8 @@ from tqdm import tqdm
 
 from utils import distributed
 from utils.cli import TaskError, UserError, describe, one_line
-from utils.tasks.calls import call, check_prompt, in_reward_phase, is_number, time_limit
+from utils.tasks.calls import A_NUMBER, call, check_prompt, check_together, in_reward_phase, is_number
+from utils.timers import time_limit
 
 BUILT_IN = ("grid", "guess", "probe")
 MADE_GAMES = 4800  # to train on, without --train-size
@@ -206,6 +207,7 @@ class Games:
                     observations[b] = as_chat(observation)
                 if is_over or is_cut or self.turn == self.num_turns:
                     close(self.environments.pop(b))
+        check_together([*rewards.values()], "step", [self.items[b] for b in rewards])
         return [observations], [rewards], truncated
 
     @property
@@ -293,7 +295,9 @@ def guarded(TeamEnv, label):
                 for b, reward in own.items():
                     got = f"the reward {one_line(repr(reward), 80)} of agent {i} in episode {b}"
                     if not is_number(reward):
-                        raise TaskError(f"step of {label} returned {got}; it takes a number up to 1e30")
+                        raise TaskError(f"step of {label} returned {got}; it takes {A_NUMBER}")
+                names = [f"episode {b}" for b in own]
+                check_together([float(reward) for reward in own.values()], f"step of {label}", names)
             return [{b: float(reward) for b, reward in own.items()} for own in rewards]
 
         def check(self, dicts, method, what):
@@ -342,7 +346,7 @@ def check_step(result, environment):
     names = ("observation", "reward", "terminated", "truncated", "info")
     observation, reward, terminated, truncated, _ = check_length(result, method, names)
     if not is_number(reward):
-        raise TaskError(f"{method} returned the reward {one_line(repr(reward), 80)}; it takes a number up to 1e30")
+        raise TaskError(f"{method} returned the reward {one_line(repr(reward), 80)}; it takes {A_NUMBER}")
     for name, value in (("terminated", terminated), ("truncated", truncated)):
         if not is_bool(value):
             raise TaskError(f"{method} returned {name} = {one_line(repr(value), 80)}; it takes True or False")

@@ -95,11 +95,15 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
 @contextlib.contextmanager
 def loading(flag, name):
     """Within it, an error becomes a UserError that names the flag; gives the path. No progress bars are shown."""
+    shows_bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
         yield locate(name)
     except Exception as error:
         raise UserError(f"{flag} {name} can't be loaded: {one_line(error, 1000)}") from error
+    finally:
+        if shows_bars:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def from_pretrained(auto_class, path, *, attn_implementation, **options):

@@ -30,13 +30,22 @@ def encode(chat, before, agent):
     if isinstance(chat, torch.Tensor | list) and len(chat) and isinstance(chat[0], int):
         ids = [*chat]
     elif not before:
-        ids = encode_prompt(chat, agent.tokenizer)
+        ids = encode_prompt(readable(chat), agent.tokenizer)
     else:
-        ids = encode_reply(chat, before[-1], agent.tokenizer)
+        ids = encode_reply(readable(chat), before[-1], agent.tokenizer)
     if not before and not ids:
         raise UserError(f"a prompt has no tokens: {chat!r}")
     room = getattr(getattr(agent, "actor", None), "room", UNLIMITED)
     return ids[: max(0, room - len(before))]  # what the model has no positions for is not read
+
+
+def readable(value):
+    """A text, or one in messages, as a tokenizer can take it: U+FFFD in place of half a character."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {key: readable(own) for key, own in value.items()}
+    return [readable(own) for own in value] if isinstance(value, list | tuple) else value
 
 
 def encode_prompt(chat, tokenizer):
@@ -189,7 +198,7 @@ def join_transcripts(agents, rollouts, critic, num_turns):
     Raises UserError where the critic has no room for it.
     """
     tokenizer = critic.critic.tokenizer
-    encode_text = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
+    encode_text = lambda text: tokenizer(readable(text), add_special_tokens=False).input_ids  # noqa: E731
     rows = []
     for b in range(len(rollouts[0].ids)):
         own_turns = [split_turns(rollout, b, agent) for agent, rollout in zip(agents, rollouts)]

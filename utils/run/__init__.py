@@ -1,6 +1,7 @@
 """A run under way, and the folder that it writes: metrics, samples, curves, checkpoints, the agents."""
 
 import contextlib
+import copy
 import math
 import os
 import shutil
@@ -20,12 +21,14 @@ from utils.models.stages import load_stage
 from utils.models.weights import load_agents, optimizers_of, save_agents, schedules_of
 from utils.run.checkpoint import newest_whole, random_state, restore_random_state, write_checkpoint
 from utils.run.failures import explain
-from utils.run.folder import OF_FOLDER, FolderArgs, check_untrained, empty, run_folder, write_config
-from utils.run.fork import copy_fork, fork_of
+from utils.run.folder import OF_FOLDER, FolderArgs, check_untrained, empty, outputs, run_folder, write_config
+from utils.run.fork import COPY, copy_fork, fork_of, put_fork
+from utils.run.kept import Kept
 from utils.run.log import Log, joint_samples
 from utils.run.metrics import agent_metrics, count_tokens, team_metrics
 from utils.run.report import EVAL_REWARD, outcome, side_by_side, time_table
 from utils.run.signals import Signals
+from utils.timers import at_rest
 
 __all__ = ["FolderArgs", "Run"]
 
@@ -62,7 +65,7 @@ class Run:
         self.saved_step = 0  # updates in the newest checkpoint
         self.saved_at = 0.0
         self.saving_seconds = 0.0
-        self.is_learning = False  # whether an optimiser has made a step since the last update that was logged
+        self.is_learning = False  # whether an optimiser has begun a step since the last update that was logged
         self.totals = {}  # seconds by phase
         self.started = time.time()
         self.bar = None
@@ -97,6 +100,8 @@ class Run:
         """Within it the agents learn: it resumes, and saves however it ends. `generator` is torch's of this process."""
         self.agents = agents
         self.generator = generator
+        self.kept = Kept(agents)
+        algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         try:
             self.enter()
             try:
@@ -107,6 +112,7 @@ class Run:
             self.leave(None)
         finally:
             self.release()
+            torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])  # as the caller had it
 
     def enter(self):
         clock.lap()
@@ -115,14 +121,20 @@ class Run:
         distributed.decide(self.take_folder)
         if self.args.resume or self.fork:
             self.restore()
-        self.random = distributed.gather_objects(random_state(self.generator))  # after the last logged update
+        self.keep()
         distributed.decide(self.write_beginning)
         for agent in self.agents:
             for optimizer in optimizers_of(agent):
                 self.hooks.append(optimizer.register_step_pre_hook(self.before_optimizer_step))
-                self.hooks.append(optimizer.register_step_post_hook(self.after_optimizer_step))
         self.signals.catch()
-        torch.use_deterministic_algorithms(self.args.deterministic)
+        if self.args.deterministic:
+            torch.use_deterministic_algorithms(True)
+
+    def keep(self):
+        """Keep what learning may change before its first step: it is saved as it is after the last logged update."""
+        self.is_learning = False
+        self.random = distributed.gather_objects(random_state(self.generator))
+        self.states = copy.deepcopy([getattr(agent, "state", None) for agent in self.agents])
 
     def take_folder(self):
         """Make the folder, and keep other runs out of it; a fork is given its checkpoint. Raises UserError."""
@@ -130,9 +142,18 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = lock(self.folder)
             if self.fork and not (self.args.resume and checkpoints(self.folder / "checkpoints")):
-                self.empty_folder()
-                self.write_config()
-                copy_fork(self.fork, self.folder)
+                self.begin_fork()
+
+    def begin_fork(self):
+        """Give the folder the checkpoint of a fork; what is there is removed once that is here. Raises UserError."""
+        if self.args.resume:
+            check_untrained(self.folder, self.fork["step"])
+        elif not outputs(self.folder):
+            self.write_config()
+        copy_fork(self.fork, self.folder)
+        self.empty_folder()
+        self.write_config()
+        put_fork(self.fork, self.folder)
 
     def empty_folder(self):
         empty(self.folder, keep=["config.json"] if self.args.resume else [])
@@ -171,8 +192,7 @@ class Run:
         has_own_seed = is_new_fork and "seed" in self.fork["changed"]
         if distributed.rank() < there and not has_own_seed:  # a process that is new begins with its own seed
             restore_random_state(state["random"][distributed.rank()], self.generator)
-        next_begun = ", and some of the next" if state["learning"] else ""
-        distributed.say(f"going on from {path}: {self.step} of {self.num_updates} updates are done{next_begun}")
+        distributed.say(f"going on from {path}: {self.step} of {self.num_updates} updates are done")
 
     def write_beginning(self):
         """Make the folder what it is after `step` updates: flags, rows of metrics, samples; nothing of an older run."""
@@ -183,8 +203,8 @@ class Run:
             if self.step:
                 self.log_files.read(self.step)
             (self.folder / "checkpoints").mkdir(exist_ok=True)
-            for path in (self.folder / "checkpoints").glob("update_*.*ing"):  # half written, half removed
-                shutil.rmtree(path)
+            for path in (*(self.folder / "checkpoints").glob("update_*.*ing"), self.folder / COPY):
+                shutil.rmtree(path, ignore_errors=True)  # half written, half removed
         if self.args.track:
             self.log_files.tracker.start(self.folder, self.args, config)
         tqdm.write(f"writing {self.folder}")
@@ -220,8 +240,7 @@ class Run:
         with clock.timed("log, save"):
             row = self.row(self.step + 1, items, rollouts, metrics, critic_metrics, seconds)
             self.step += 1
-            self.is_learning = False
-            self.random = distributed.gather_objects(random_state(self.generator))
+            self.keep()
             row[EVAL_REWARD] = None if eval_reward is None or math.isnan(eval_reward) else float(eval_reward)
             if distributed.is_main():
                 with writing(self.folder):
@@ -275,20 +294,20 @@ class Run:
         return interval > 0 and self.step % interval == 0
 
     def checkpoint(self):
-        """Save the run as it is after `step` updates, or in the midst of learning from the next. Raises WriteError."""
+        """Save the run as it is after `step` updates. Raises WriteError."""
         if distributed.is_main():
             self.write_checkpoint()
         elif self.args.shard:  # all processes send their parts
             save_agents(self.folder, self.agents, checkpoint=True)
         self.saved_step = self.step
 
+    @at_rest()
     def write_checkpoint(self):
         """Save what all processes have alike, and their random generators, as this process."""
         start = time.time()
         state = {
             "step": self.step,
-            "learning": self.is_learning,
-            "agents": [getattr(agent, "state", None) for agent in self.agents],
+            "agents": self.states,
             "totals": self.totals,
             "elapsed": time.time() - self.started,
             "wandb": self.log_files.tracker.id,
@@ -311,19 +330,27 @@ class Run:
             self.save_early()
 
     def before_optimizer_step(self, *_):
+        if not self.is_learning:
+            self.kept.take()
+            self.is_learning = True
         if self.signals.number:
             self.save_early()
 
-    def after_optimizer_step(self, *_):
-        self.is_learning = True
-
     def save_early(self):
-        """Save what there was before the update under way, or, while it learns, what there is: it may be killed soon.
+        """Save what there was before the update under way, which may not be finished: the process may be killed soon.
 
         Not where models are sharded: all processes would have to be at the same place.
         """
-        if distributed.is_main() and self.saved_step < self.step and not self.args.shard:
-            self.write_checkpoint()
+        if not distributed.is_main() or self.saved_step == self.step or self.args.shard:
+            return
+        if not self.is_learning:
+            return self.write_checkpoint()
+        with at_rest():
+            self.kept.exchange()
+            try:
+                self.write_checkpoint()
+            finally:
+                self.kept.exchange()
 
     # --- The end ---
 
@@ -332,12 +359,14 @@ class Run:
         phases = clock.failed
         if self.bar is not None:
             self.bar.close()
+        if self.is_learning:  # a run that goes on learns from this update as a whole
+            self.kept.exchange()
         is_together = error is None or isinstance(error, (Stopped, distributed.NotFinite))  # all processes are here
         can_write = not isinstance(error, WriteError)
         if self.saved_step < self.step and can_write and (is_together or distributed.world_size() == 1):
             self.checkpoint()
         is_whole = is_together or not self.args.shard  # without the others there is no whole agent
-        has_learned = error is None or self.step > 0 or self.is_learning
+        has_learned = error is None or self.step > 0
         if can_write and is_whole and has_learned and (distributed.is_main() or self.args.shard):
             has_adapters = getattr(self.agents[0].actor, "adapter", None) is not None
             with_optimizer = has_adapters and self.args.save_optimizer
@@ -368,9 +397,8 @@ class Run:
         self.log_files.tracker.finish(failed=error is not None)
 
     def release(self):
-        """Give back the signals, torch's algorithms, the optimisers and the folder."""
+        """Give back the signals, the optimisers and the folder."""
         self.signals.release()
-        torch.use_deterministic_algorithms(False)
         for hook in self.hooks:
             hook.remove()
         if self.lock:

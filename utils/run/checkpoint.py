@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from utils.cli import UserError, one_line
 from utils.distributed import say
-from utils.files import STATE, WriteError, checkpoints, put, read_json, remove, sync
+from utils.files import STATE, WriteError, checkpoints, order, put, read_json, remove, sync
 
 MANIFEST = "manifest.json"
 
@@ -38,7 +38,7 @@ def write_checkpoint(folder, step, write, state, keep):
             sync(path)
         put(aside, final)
         sync(folder)
-        for old in [path for path in checkpoints(folder) if path.name <= final.name][:-keep]:
+        for old in [path for path in checkpoints(folder) if order(path) <= order(final)][:-keep]:
             remove(old)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from pydantic import NonNegativeInt, PositiveInt
 
 from utils.cli import UserError, find_run, flag_name, flags, flags_of, one_line
-from utils.files import read_json, whole_lines, write_whole
+from utils.files import erase, read_json, whole_lines, write_whole
 
 PACKAGES = "torch transformers peft datasets tokenizers safetensors numpy pydantic tyro wandb matplotlib tqdm"
 
@@ -83,8 +82,8 @@ def run_folder(args, script):
         raise UserError(f"--output-dir takes a folder, and {folder} is a file")
     try:
         taken = outputs(folder)
-    except OSError as error:
-        raise UserError(f"--output-dir can't be {one_line(folder, 80)}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"--output-dir can't be {one_line(folder, 80)}: {one_line(error)}") from error
     if taken and not is_run(folder):
         names = ", ".join(sorted(path.name for path in taken))
         raise UserError(f"--output-dir can't be {folder}: a run would replace {names} there, and no run has left that")
@@ -113,18 +112,18 @@ def is_run(folder):
         return False
 
 
-def check_untrained(folder):
-    """Raise UserError where a run without checkpoints has learned: to begin anew would lose that."""
+def check_untrained(folder, step=0):
+    """Raise UserError where a run without checkpoints has learned since update `step`: to begin anew would lose it."""
     updates = len(whole_lines(folder / "metrics.csv")[1:])
     agents = sorted(path.name for path in folder.glob("agent_[0-9]*"))
-    if updates > 1 or agents:  # of the first alone, which was not saved, there is nothing but a row
+    if updates > step + 1 or agents:  # of the first alone, which was not saved, there is nothing but a row
         there = ", ".join([f"{updates} updates in metrics.csv", *agents])
         anew = f"--output-dir {folder} --overwrite begins anew"
         raise UserError(f"--resume: {folder} has no checkpoint to go on from; it has {there}, which are kept; {anew}")
 
 
 def outputs(folder):
-    """What an earlier run left in a folder."""
+    """What an earlier run left in a folder, links that lead nowhere too."""
     names = [
         "checkpoints",
         "metrics.csv",
@@ -135,14 +134,15 @@ def outputs(folder):
         "base",
         "config.json",
     ]
-    return [path for name in names for path in folder.glob(name)]
+    found = [path for name in names for path in folder.glob(name)]
+    return found + [folder / name for name in names if (folder / name).is_symlink() and folder / name not in found]
 
 
 def empty(folder, keep=()):
     """Remove what an earlier run left, the flags last: without them the rest would be nobody's run."""
     for path in outputs(folder):
         if path.name not in keep:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            erase(path)
 
 
 # --- What made the run ------------------------------------------------------------------------------------------------

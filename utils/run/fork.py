@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 from utils.cli import UserError, find_run, flag_name, flags_of, one_line, run_of
-from utils.files import STATE, checkpoints, put, read_json
+from utils.files import STATE, checkpoints, put, read_json, whole_lines
 from utils.run.checkpoint import check_whole, newest_whole
 
+COPY = "fork.writing"  # of what is forked, until it is whole
 OF_AGENTS = """model model_config num_agents use_separate_critic critic_model_name_or_path critic_model_config
 critic_value_head_hidden_dim value_head_hidden_dim use_separate_reference_adapter lora_rank lora_alpha lora_dropout
 lora_target_modules lora_config load_checkpoint load_optimizer keep_reference fresh_critic merge_lora_configs""".split()
@@ -58,20 +59,33 @@ def newest(fork):
 
 
 def copy_fork(fork, folder):
-    """Give a folder the checkpoint of a fork, and the metrics and samples of its run. Raises UserError."""
+    """Have a copy of the checkpoint of a fork, and of the metrics and samples of its run, in a folder, aside there.
+
+    Raises UserError.
+    """
     run, name = Path(fork["run"]), fork["checkpoint"]
-    final = folder / "checkpoints" / name
-    aside = final.with_name(f"{name}.writing")
+    aside = folder / COPY
     try:
-        for file in ("metrics.csv", "samples.jsonl"):
-            if os.path.isfile(run / file):
-                shutil.copyfile(run / file, folder / file)
         shutil.rmtree(aside, ignore_errors=True)
-        shutil.copytree(run / "checkpoints" / name, aside)
-        check_whole(aside)
-        put(aside, final)
+        shutil.copytree(run / "checkpoints" / name, aside / name)
+        check_whole(aside / name)
+        lines = whole_lines(run / "metrics.csv")[: fork["step"] + 1]
+        (aside / "metrics.csv").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="")
+        if os.path.isfile(run / "samples.jsonl"):
+            shutil.copyfile(run / "samples.jsonl", aside / "samples.jsonl")
     except (OSError, UserError) as error:
         reason = one_line(error)
         if run / "checkpoints" / name not in checkpoints(run / "checkpoints"):
             reason = "that run goes on, and has removed it for a newer one; try again, or let it keep more"
         raise UserError(f"--fork: {run}/checkpoints/{name} can't be copied: {reason}") from error
+
+
+def put_fork(fork, folder):
+    """Give the names of a run's own to what copy_fork has copied, the checkpoint last."""
+    aside = folder / COPY
+    (folder / "checkpoints").mkdir()
+    for path in (aside / "metrics.csv", aside / "samples.jsonl"):
+        if path.is_file():
+            os.replace(path, folder / path.name)
+    put(aside / fork["checkpoint"], folder / "checkpoints" / fork["checkpoint"])
+    shutil.rmtree(aside)

@@ -2,11 +2,10 @@
 
 import csv
 import io
-import json
 import time
 
 from utils.cli import UserError, one_line
-from utils.files import in_columns, read_lines, read_rows, write_whole
+from utils.files import in_columns, json_line, read_lines, read_rows, write_whole
 from utils.run.report import draw_curves
 from utils.run.tracking import Tracker
 
@@ -39,8 +38,7 @@ class Log:
         if len(self.rows) < step:
             raise UserError(f"{self.folder}/metrics.csv has {len(self.rows)} of the {step} updates that are done")
         self.write_all_metrics()
-        lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
-        write_whole(self.folder / "samples.jsonl", "".join(lines))
+        write_whole(self.folder / "samples.jsonl", "".join(map(json_line, samples)))
         self.samples = samples[-SHOWN:]
 
     def add(self, row, samples):
@@ -49,11 +47,10 @@ class Log:
         if len(self.rows) == 1 or row.keys() - set(self.columns):
             self.write_all_metrics()
         else:
-            with open(self.folder / "metrics.csv", "a", newline="") as file:
+            with open(self.folder / "metrics.csv", "a", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerow(in_columns(row, self.columns))
         with open(self.folder / "samples.jsonl", "a", encoding="utf-8") as file:
-            for sample in samples:
-                file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")
+            file.writelines(map(json_line, samples))
         self.samples = [*self.samples, *samples][-SHOWN:]
         self.tracker.log({key: value for key, value in row.items() if value is not None}, row["global_step"])
         if time.time() - self.drawn_at > SPARE * self.drawing_seconds:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from utils.cli import one_line
+from utils.cli import one_line, printable
 from utils.run.report import as_text
 
 
@@ -59,7 +59,7 @@ class Tracker:
         agents = [f"agent_{i}" for i in range(len(samples[0]["completions"]))]
         rows = []
         for sample in samples:
-            texts = map(as_text, sample["completions"])
+            texts = [printable(as_text(own)) for own in sample["completions"]]
             rows.append([sample["global_step"], one_line(sample["item"]), *texts, sample["reward"]])
         self.log({"samples": wandb.Table(columns=["global_step", "item", *agents, "reward"], data=rows)})
 

@@ -2,13 +2,16 @@
 
 import contextlib
 import inspect
-import signal
-import threading
+from collections.abc import Mapping, Set
+from statistics import median
 
 from tqdm import tqdm
 
-from utils.cli import TaskError, UserError, describe, one_line
+from utils.cli import TaskError, describe, one_line
 from utils.clock import clock
+
+LARGEST = 1e12  # reward
+A_NUMBER = f"a number up to {LARGEST:g}"
 
 
 @contextlib.contextmanager
@@ -32,31 +35,6 @@ def call(function, *arguments, **optional):
 def in_reward_phase():
     """A context in which time is the task's: of the phase "reward", or of the evaluation that is under way."""
     return clock.timed("evaluate" if "evaluate" in clock.phases else "reward")
-
-
-def check_timer(seconds):
-    """Raise UserError where `time_limit` can't serve."""
-    if seconds is not None and threading.current_thread() is not threading.main_thread():
-        raise UserError("--reward-timeout takes the main thread: its alarm is a signal")
-
-
-@contextlib.contextmanager
-def time_limit(seconds):
-    """Within it, Python code that takes longer is ended by a TimeoutError; None: no limit. For the main thread only."""
-
-    def expire(*_):
-        raise TimeoutError(f"no answer within --reward-timeout, {seconds:g} s")
-
-    if seconds is None:
-        yield
-        return
-    handler = signal.signal(signal.SIGALRM, expire)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def call_twice(reward_rows, name, items):
@@ -86,6 +64,8 @@ def as_lists(rewards, name, num_agents, items):
     """What reward_func returned as one list of B values (joint rewards) or a list for each agent. Raises TaskError."""
     B = len(items)
     try:
+        if is_unordered(rewards):
+            raise TypeError
         rewards = [value.tolist() if hasattr(value, "tolist") else value for value in rewards]
     except TypeError:
         got = one_line(repr(rewards), 80)
@@ -103,26 +83,45 @@ def as_lists(rewards, name, num_agents, items):
 def as_number(value, name, k, item):
     if not is_number(value):
         got = one_line(repr(value), 80)
-        raise TaskError(f"{name} returned {got} for item {k}, {one_line(item, 80)}; it takes a number up to 1e30")
+        raise TaskError(f"{name} returned {got} for item {k}, {one_line(item, 80)}; it takes {A_NUMBER}")
     return float(value)
 
 
+def is_unordered(values):
+    """Whether it is no row of values: a set has no first one, a dict or a table of pandas is read as its keys."""
+    is_table = hasattr(values, "keys") and not hasattr(values, "tolist")
+    return is_table or isinstance(values, Set | Mapping | str | bytes | bytearray)
+
+
+def check_together(rewards, name, items):
+    """Raise TaskError where one reward is so large that float32, beside it, holds most of the others as one number.
+
+    Then they can't be standardised: what tells the others apart would be lost, and every loss be 0.
+    """
+    largest = max(rewards, key=abs, default=0.0)
+    if abs(largest) < 2**24:
+        return
+    middle = median(rewards)
+    alike = [reward for reward in rewards if abs(reward - middle) <= abs(largest) / 2**24]
+    if 2 * len(alike) >= len(rewards) and max(alike) - min(alike) > 1e-9 * max(map(abs, alike)):
+        where = f"item {rewards.index(largest)}, {one_line(items[rewards.index(largest)], 80)}"
+        others = f"beside it float32 does not tell {min(alike):.12g} from {max(alike):.12g}, which others earn"
+        raise TaskError(f"{name} returned {largest:g} for {where}; {others}")
+
+
 def check_prompt(prompt):
-    """Raise TypeError for what is neither a string nor chat messages, UnicodeError for what no tokenizer takes."""
+    """Raise TypeError for what is neither a string nor chat messages."""
     messages = prompt if isinstance(prompt, (list, tuple)) and prompt else [None]
     is_chat = all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages)
     if not isinstance(prompt, str) and not (is_chat and all("role" in message for message in messages)):
         raise TypeError(f"a prompt is a string, or a list of messages with role and content, got {prompt!r:.80}")
-    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in messages]
-    for text in texts:
-        text.encode()  # raises UnicodeError for half a surrogate pair, which is no text
 
 
 def is_number(value):
-    """Whether it is a number of Python, numpy or torch, and of a size up to 1e30, as flags are."""
+    """Whether it is a number of Python, numpy or torch whose square float32 can hold many of."""
     if isinstance(value, (str, bytes)):
         return False
     try:
-        return abs(float(value)) <= 1e30
+        return abs(float(value)) <= LARGEST
     except Exception:  # of whatever it is that is no number
         return False

@@ -1,19 +1,31 @@
 """The items of a run: a task's own, those of --dataset, or rows from Python; without too long prompts; in batches."""
 
+import json
 import math
 import random
 from pathlib import Path
 
 import datasets
+import fsspec
+import numpy
+import pandas
+from datasets.packaged_modules.csv.csv import Csv
+from datasets.packaged_modules.json.json import Json
+from datasets.packaged_modules.text.text import Text
 
 from utils import envs
 from utils.cli import TaskError, UserError, describe, one_line
 from utils.distributed import say
 from utils.models.policy import UNLIMITED, check_ids
 from utils.models.transcripts import encode
+from utils.tasks.calls import is_unordered
+from utils.tasks.questions import as_prompt
 
 MADE_ITEMS = 1536  # items to train on where a task makes them
-FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
+FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # what may stand after these
+GUESSED = ("timestamp", "date", "time", "duration", "float")  # types that JSON's reader makes of other values
 
 
 def load_items(task, initials, args, train_dataset=None, eval_dataset=None):
@@ -68,6 +80,8 @@ def make_items(task, name, dataset, split, size, seed):
             items = task.named_dataset(dataset, size, seed, split)
         else:
             items = getattr(task, function)(size, seed)
+        if is_unordered(items):
+            raise TypeError(f"it returned a {type(items).__name__}, and is to return a list or a datasets.Dataset")
         len(items)
     except UserError:
         raise
@@ -93,12 +107,26 @@ def use_rows(task, name, rows, size, source):
     if rows and not set(columns) <= set(there):
         raise UserError(f"{source} has the columns {', '.join(there)}; {name} reads {', '.join(columns)}")
     rows = take(rows, range(min(size or len(rows), len(rows))))
+    reads = {*columns} if hasattr(task, "item_of") else {*columns, *(getattr(task, "item_columns", ()) or ["prompt"])}
+    rows = check_prompts(rows, reads & set(there), source)
     if not hasattr(task, "item_of"):
         return rows
     try:
         return [task.item_of(row) for row in rows]
     except Exception as error:
         raise UserError(f"{source} has a row that {name} can't use: {describe(error)}") from error
+
+
+def check_prompts(rows, columns, source):
+    """The rows, with prompts that are chats as such. Raises UserError for a null in one of the columns."""
+    for column in sorted(columns):
+        values = rows[column] if isinstance(rows, datasets.Dataset) else [row[column] for row in rows]
+        for k, value in enumerate(values):
+            if value is None or isinstance(value, float) and math.isnan(value):  # as pandas has it
+                raise UserError(f"{source} has a row without {column}, number {k} from 0: it is null")
+    if rows and "prompt" in rows[0] and not all(isinstance(row["prompt"], str) for row in rows):
+        return [row | {"prompt": as_prompt(row["prompt"])} for row in rows]
+    return rows
 
 
 def check_items(task, name, items, source):
@@ -110,33 +138,101 @@ def check_items(task, name, items, source):
                 raise UserError(f"{source} has a row without {column}, which {name} reads: {one_line(item, 80)}")
 
 
+# --- Files and the hub ------------------------------------------------------------------------------------------------
+
+
 def load_splits(name):
-    """The splits of a hub dataset, a folder or a file. Raises UserError."""
-    file_format = FORMATS.get(Path(name).suffix.lower())
+    """The splits of a hub dataset, a folder or a file: rows by the split's name. Raises UserError."""
+    file_format = format_of(name)
     if file_format and not Path(name).is_file():
         raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no file {name}")
     if Path(name).is_file() and not file_format:
         raise UserError(f"--dataset takes a file of the formats {' '.join(FORMATS)}, got {name}")
+    place, colon, configuration = name.rpartition(":")
     try:
         if file_format:
-            return datasets.load_dataset(file_format, data_files=name)
-        return datasets.load_dataset(name)
+            options = {"sep": "\t"} if ".tsv" in name.lower() else {}
+            return read_splits(file_format, data_files=name, **options)
+        if colon and not Path(name).exists():
+            return read_splits(place, configuration)
+        return read_splits(name)
     except Exception as error:
         cause = error.__cause__ or error  # where a row can't be read, the error itself does not say why
         reason = "it has no rows" if isinstance(cause, StopIteration) else f"{type(cause).__name__}: {one_line(cause)}"
+        if "Config name is missing" in str(cause):
+            reason += f"; name one of them, --dataset {name}:CONFIG"
         raise UserError(f"--dataset {name} can't be loaded: {reason}") from error
+
+
+def format_of(name):
+    """The format of a file of that name, None: it is of no file."""
+    path = Path(name)
+    if path.suffix.lower() in COMPRESSED:
+        path = path.with_suffix("")
+    return FORMATS.get(path.suffix.lower())
+
+
+def read_splits(*place, **options):
+    """What datasets.load_dataset returns, but for columns of CSV and JSON files, whose values are as the file has them.
+
+    All columns of CSV files are text. Of JSON no text is read as a date, and no whole number as a float. A line of a
+    .txt file, but an empty one, is a prompt.
+    """
+    builder = datasets.load_dataset_builder(*place, **options)
+    files = builder.config.data_files
+    if isinstance(builder, Csv):
+        first = next(iter(files.values()))[0]
+        columns = pandas.read_csv(first, nrows=0, sep=builder.config.sep).columns
+        text = datasets.Features({column: datasets.Value("string") for column in columns})
+        options |= {"features": text, "na_filter": False}
+    splits = datasets.load_dataset(*place, **options)
+    if isinstance(builder, Json) and any(is_guessed(rows.features) for rows in splits.values()):
+        return {split: read_json_rows(paths) for split, paths in files.items()}
+    if isinstance(builder, Text):
+        splits = splits.filter(lambda row: row["text"].strip())
+        return splits.map(lambda row: {"prompt": row["text"]})
+    return splits
+
+
+def is_guessed(feature):
+    """Whether a type, or one within it, is one that JSON's reader makes of text, or of whole numbers."""
+    if isinstance(feature, datasets.Value):
+        return feature.dtype.startswith(GUESSED)
+    if isinstance(feature, dict):
+        return any(map(is_guessed, feature.values()))
+    return hasattr(feature, "feature") and is_guessed(feature.feature)
+
+
+def read_json_rows(paths):
+    """The objects in JSON files, in lists or one after the other; what an object lacks is None. Raises ValueError."""
+    rows = []
+    decoder = json.JSONDecoder()
+    for path in paths:
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
+            text = file.read().strip()
+        while text:
+            value, end = decoder.raw_decode(text)
+            rows += value if isinstance(value, list) else [value]
+            text = text[end:].lstrip()
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [dict.fromkeys(columns) | row for row in rows]
 
 
 def split_rows(splits, eval_size, seed):
     """Rows to train on and held-out rows, shuffled; of an only split the last are held out, at most a fifth."""
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
-    rows = train.shuffle(seed=seed)
+    rows = shuffled(train, seed)
     for name in ("test", "validation", "val"):
         if name in splits and splits[name] is not train:
-            return rows, splits[name].shuffle(seed=seed)
+            return rows, shuffled(splits[name], seed)
     end = len(rows) - min(eval_size, len(rows) // 5)
     held_out = take(rows, [*range(end, len(rows))])  # of no row too
-    return take(rows, range(end)), held_out.shuffle(seed=seed)
+    return take(rows, range(end)), shuffled(held_out, seed)
+
+
+def shuffled(rows, seed):
+    """The rows in the order that datasets.Dataset.shuffle gives them."""
+    return take(rows, numpy.random.default_rng(seed).permutation(len(rows)))
 
 
 def take(items, numbers):
@@ -220,11 +316,10 @@ class Batches:
         self.items = items
         self.num_items = len(items)
         self.items_per_update = args.rollout_buffer_size // args.num_generations
-        rng = random.Random(args.seed)
-        self.order = []
-        for _ in range(args.num_train_epochs):
-            self.order += rng.sample(range(len(items)), len(items))
-        self.num_updates = len(self.order) // self.items_per_update
+        self.rng = random.Random(args.seed)
+        self.order = []  # so far: passes are drawn when they are needed, for there may be more than anybody waits for
+        self.num_in_all = args.num_train_epochs * len(items)
+        self.num_updates = self.num_in_all // self.items_per_update
         if args.max_episodes:
             self.num_updates = min(self.num_updates, math.ceil(args.max_episodes / args.rollout_buffer_size))
 
@@ -235,13 +330,15 @@ class Batches:
         if not 0 <= update < self.num_updates:
             raise IndexError(update)
         start = update * self.items_per_update
+        while len(self.order) < start + self.items_per_update:
+            self.order += self.rng.sample(range(self.num_items), self.num_items)
         return [self.items[k] for k in self.order[start : start + self.items_per_update]]
 
 
 def shuffled_batches(train_items, args):
     """The batches of a run, one for each update; it is said how many items of the last pass are left out."""
     batches = Batches(train_items, args)
-    left_out = len(batches.order) - len(batches) * batches.items_per_update
+    left_out = batches.num_in_all - len(batches) * batches.items_per_update
     if 0 < left_out < batches.items_per_update:
         say(f"the last {left_out} items of the last epoch are left out: an update takes {batches.items_per_update}")
     return batches

@@ -25,6 +25,31 @@ def is_chat(value):
     return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
 
 
+class Chat(list):
+    """A prompt of messages, which is the text of these wherever a task writes it into one: f"{item['prompt']}"."""
+
+    def __str__(self):
+        return "\n\n".join(message["content"] for message in self)
+
+    def __format__(self, form):
+        return format(str(self), form)
+
+    def __add__(self, other):
+        return str(self) + other if isinstance(other, str) else super().__add__(other)
+
+    def __radd__(self, other):
+        return other + str(self)
+
+
+def as_prompt(value):
+    """A chat as a Chat, without what its messages do not have; anything else as it is."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # numpy's, as pandas has it
+    if not is_chat(value):
+        return value
+    messages = [{key: part for key, part in message.items() if part is not None} for message in value]
+    return Chat(messages) if all(isinstance(message.get("content"), str) for message in messages) else value
+
+
 def fill_message(message, item):
     """A message with the item's columns in its texts."""
     return {key: fill(value, item) if isinstance(value, str) else value for key, value in message.items()}
@@ -32,7 +57,14 @@ def fill_message(message, item):
 
 def fill(text, item):
     """A text with the item's columns in place of their names in braces; what a column says is not filled again."""
-    return re.sub(r"\{([^{}]+)\}", lambda match: str(item.get(match[1], match[0])), text)
+
+    def column(match):
+        value = item.get(match[1], match[0])
+        if value is None:
+            raise ValueError(f"its {match[1]} is null")
+        return str(as_prompt(value))
+
+    return re.sub(r"\{([^{}]+)\}", column, text)
 
 
 def read_prompt(item):

@@ -5,6 +5,8 @@ nothing of the job, ends the other two in time. The player runs the program, and
 the tests and calls the player's functions through a pipe; only plain data crosses it, and arrives as new None, bool,
 int, float, complex, str, bytes, list, tuple, set, frozenset and dict (a subclass, such as a Counter, as its plain
 type). So a program that exits, patches the builtins or returns an object that equals everything gains nothing by it.
+Nor does one that raises what ends a loop: its error is of the kind that it raised only where the test names that kind,
+or one that it belongs to, else of a kind that nothing else has.
 The judge is shut in as the player is, for the tests may be a stranger's too; they decide on their own verdict alone.
 
 Both get limits on memory and time, may not write files, and cannot start threads or processes. On Linux each gets
@@ -63,10 +65,12 @@ def run_tests(jobs, workers=None, seconds=5.0, memory=512, without=()):
     """Verdicts on jobs, (program, test, entry_point) strings each, in their order.
 
     A test calls the function by its name or as `candidate`; if it defines `check`, check(candidate) is called. Each
-    assert counts once, and as passed if it ran and held whenever it ran; the others run on after one failed. `assert
-    False` has to stay unreached, and `assert True` does not count. `workers` jobs run at a time (default: one for each
-    core), for at most `seconds` of wall time and with `memory` MiB of address space each. `without` names layers
-    to do without, as on a kernel that has none: "namespaces", "landlock", "seccomp" (for tests).
+    assert counts once, and as passed if it ran and held whenever it ran; the others run on after one failed. A test
+    that an error ends between asserts has not passed: its last assert does not count where it might have run again, or
+    where all the others passed. `assert False` has to stay unreached, and `assert True` does not count. `workers` jobs
+    run at a time (default: one for each core), for at most `seconds` of wall time and with `memory` MiB of address
+    space each. `without` names layers to do without, as on a kernel that has none: "namespaces", "landlock", "seccomp"
+    (for tests).
 
     Warns where a protection is missing. Raises ValueError for a test that does not parse or has no assert,
     RuntimeError where no player can be started, OSError on Windows; nothing for what a program does.
@@ -139,19 +143,53 @@ def line(text):
     return text if len(text) <= 200 else text[:199] + "…"
 
 
+class Raised(Exception):
+    """An error of the program, of the kind `name`, which means nothing to the test."""
+
+    def __init__(self, name, text):
+        super().__init__(text)
+        self.name = name
+
+
 def describe(error):
-    return line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    name = error.name if isinstance(error, Raised) else type(error).__name__
+    return line(f"{name}: {error}" if str(error) else name)
+
+
+def known_kinds(test):
+    """The builtin kinds of errors that a test names; none that ends a loop, for map, next and their like take these."""
+    import builtins
+
+    ends = (StopIteration, StopAsyncIteration)
+    kinds = [kind for name, kind in vars(builtins).items() if name in test and isinstance(kind, type)]
+    return tuple(kind for kind in kinds if issubclass(kind, Exception) and kind not in (Exception, *ends))
 
 
 def rewrite(test):
-    """The test's syntax tree with recorded conditions in place of asserts, and the asserts."""
+    """The test's syntax tree with recorded conditions in place of asserts, and the asserts.
+
+    An assert's `repeats` says whether it stands in a loop, or in a function other than check.
+    """
     asserts = []
+    around = []  # loops and functions
 
     class Recorder(ast.NodeTransformer):
+        def visit_repeated(self, node):
+            around.append(node)
+            self.generic_visit(node)
+            around.pop()
+            return node
+
+        visit_For = visit_While = visit_AsyncFor = visit_AsyncFunctionDef = visit_repeated
+
+        def visit_FunctionDef(self, node):
+            return self.generic_visit(node) if node.name == "check" and not around else self.visit_repeated(node)
+
         def visit_Assert(self, node):
             if isinstance(node.test, ast.Constant) and node.test.value:
                 return node
             k = len(asserts)
+            node.repeats = bool(around)
             asserts.append(node)
             recorded = ast.parse(f"try:\n __begin__({k})\n __end__({k}, 0)\nexcept Exception:\n __end__({k})").body[0]
             recorded.body[1].value.args[1] = node.test
@@ -262,7 +300,8 @@ def judge(replies, requests, out, pid, without, seconds):
     requests, replies = open(requests, "wb", buffering=0), open(replies, "rb")
     program, test, entry_point = json.loads(job)
     tree, asserts = rewrite(test)
-    ran, failed, under_way = set(), {}, None
+    known = known_kinds(test)
+    ran, failed, under_way, last = set(), {}, None, None
     missing = []
 
     def finish(error, ended=False):
@@ -271,6 +310,8 @@ def judge(replies, requests, out, pid, without, seconds):
             failed.setdefault(under_way, error)
         passed = ran - failed.keys()
         idle = [k for k in range(len(asserts)) if k not in ran]
+        if not ended and last in passed and (asserts[last].repeats or len(passed) == len(asserts)):
+            passed.remove(last)
         if ended:  # `assert False`, the only constant that is recorded, is there to stay unreached
             passed |= {k for k in idle if isinstance(asserts[k].test, ast.Constant)}
         if failed and len(passed) < len(asserts):
@@ -283,8 +324,8 @@ def judge(replies, requests, out, pid, without, seconds):
         os._exit(0)
 
     def begin(k):
-        nonlocal under_way
-        under_way = k
+        nonlocal under_way, last
+        under_way = last = k
         ran.add(k)
 
     def end(k, value=None):
@@ -301,23 +342,23 @@ def judge(replies, requests, out, pid, without, seconds):
         except OSError:
             reply = b""
         if not reply:
-            raise RuntimeError("the program has ended")
+            raise Raised("RuntimeError", "the program has ended")
         try:
             reply = json.loads(reply)
             name, text = map(str, reply["raised"]) if "raised" in reply else ("", "")
             value = None if name else unpack(reply["value"])
         except Exception:
-            raise RuntimeError("the program's answer is not plain data") from None
+            raise Raised("RuntimeError", "the program's answer is not plain data") from None
         if not name:
             return value
         kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
+        error = Raised(name, text)
+        if isinstance(kind, type) and issubclass(kind, known):
             try:
                 error = kind(text)
             except TypeError:  # some, such as UnicodeDecodeError, take more
-                error = RuntimeError(f"{name}: {text}")
-            raise error
-        raise RuntimeError(f"{name}: {text}")
+                pass
+        raise error
 
     def proxy(name):
         return lambda *args, **kwargs: request(call=name, args=pack(args), kwargs=pack(kwargs))

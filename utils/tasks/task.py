@@ -17,10 +17,10 @@ from utils.tasks.calls import (
     call,
     call_twice,
     check_prompt,
-    check_timer,
+    check_together,
     in_reward_phase,
-    time_limit,
 )
+from utils.timers import check_timer, time_limit
 
 BUILT_IN = ("arxiv", "build", "code", "number", "probe", "reasoning", "tldr")
 NEEDED = ("formatters", "reward_func")
@@ -97,6 +97,8 @@ class Task:
             rewards = [[as_number(value, name, k, items[k]) for k, value in enumerate(row)] for row in rewards]
             if hasattr(self.given, "reward_processor"):
                 rewards = [[self.process(value, k, items[k]) for k, value in enumerate(row)] for row in rewards]
+            for row in rewards:
+                check_together(row, name, items)
         return rewards * N if len(rewards) == 1 and N > 1 else rewards
 
     def process(self, value, k, item):
@@ -143,7 +145,7 @@ class Task:
             return {}
         try:
             metrics = call(self.given.metrics_callback, rollouts, items=items)
-            return {str(name): float(value) for name, value in metrics.items()}
+            return {one_line(name): float(value) for name, value in metrics.items()}
         except (Exception, SystemExit) as error:
             raise TaskError(f"metrics_callback raised {describe(error)}") from error
 

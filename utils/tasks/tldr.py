@@ -54,6 +54,7 @@ def pair_reward(short, long):
     0.4  it has transition words: 40 % for one of the twelve categories, 5 % for each further one
     0.6  a common subject: the Jaccard index of their content words
     """
+    short, long = str(short), str(long)  # a post may be a chat
     for text in (short, long):
         if not MIN_WORDS <= len(text.split()) <= MAX_WORDS:
             return 0.0

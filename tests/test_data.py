@@ -1,0 +1,294 @@
+"""--dataset: what files and hub datasets hold arrives as they have it; nulls are refused, chats are prompts."""
+
+import bz2
+import gzip
+import json
+import lzma
+from datetime import datetime
+from types import SimpleNamespace
+
+import datasets
+import numpy
+import pytest
+from short_runs import FLAGS, SCRIPTS, small_model
+
+from utils.cli import UserError
+from utils.models.transcripts import readable
+from utils.tasks.items import load_splits, shuffled
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def write(name, text):
+    """A file, compressed by its suffix."""
+    name.parent.mkdir(parents=True, exist_ok=True)
+    openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    with openers.get(name.suffix, open)(name, "wt") as file:
+        file.write(text)
+    return str(name)
+
+
+def rows_of(name, split="train"):
+    return [*load_splits(str(name))[split]]
+
+
+def train(script="ippo", given=None, **flags):
+    """What the agents of an update read first, by item, and the Run."""
+    read = []
+
+    def reward_func(*completions, prompts, items):
+        read.extend(zip(items, *prompts))
+        return [1.0] * len(items)
+
+    rows = flags.pop("train_dataset", None)
+    task = None if given is None else SimpleNamespace(**given, reward_func=reward_func)
+    args = SCRIPTS[script].Args(**(FLAGS[script] | {"output_dir": "run", "overwrite": True, "train_size": 4} | flags))
+    _, run = SCRIPTS[script].main(args, task, *small_model(), train_dataset=rows)
+    return read, run
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+TEXTS = ["007", "2024-01-31", "2024-01-31 10:00:00", "10:30", "true", "NA", "null", "1e3", "1.50", " x ", "é"]
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_in_files_stays_text(text, suffix, tmp_path):
+    rows = [{"prompt": text, "answer": "a"}] * 3
+    forms = {
+        "rows.jsonl": lines(rows),
+        "rows.ndjson": lines(rows),
+        "rows.json": json.dumps(rows, indent=1),
+        "rows.csv": "prompt,answer\n" + f"{text},a\n" * 3,
+        "rows.tsv": "prompt\tanswer\n" + f"{text}\ta\n" * 3,
+    }
+    for name, content in forms.items():
+        assert rows_of(write(tmp_path / (name + suffix), content)) == rows, name
+    assert rows_of(write(tmp_path / f"rows.txt{suffix}", f"{text}\n\n{text}\n")) == [{"text": text, "prompt": text}] * 2
+
+
+@pytest.mark.parametrize("name", ["train.csv", "train.jsonl", "train.jsonl.gz"])
+def test_text_in_folders_stays_text(name, tmp_path):
+    rows = [{"prompt": text} for text in TEXTS[:2]]
+    for split in ("train", "test"):
+        file = tmp_path / "data" / name.replace("train", split)
+        write(file, "prompt\n" + "\n".join(TEXTS[:2]) + "\n" if ".csv" in name else lines(rows))
+    assert rows_of(tmp_path / "data") == rows_of(tmp_path / "data", "test") == rows
+
+
+def test_values_of_json_are_those_of_the_file(tmp_path):
+    rows = [
+        {"n": 1, "big": 2**70, "mixed": 1, "in": {"day": "2024-01-31", "list": ["2024-01-31"]}, "f": 0.5},
+        {"n": 2, "big": 2**53 + 1, "mixed": 2.5, "in": {"day": "2024-02-31", "list": []}, "f": 1.0, "more": "x"},
+    ]
+    found = rows_of(write(tmp_path / "rows.jsonl", lines(rows)))
+    assert found == [rows[0] | {"more": None}, rows[1]]
+    assert [type(row["mixed"]) for row in found] == [int, float]
+
+
+def test_a_column_without_a_value_and_quotes_in_csv(tmp_path):
+    name = write(tmp_path / "rows.csv", 'prompt,answer\n"a ""b"", c",\n"two\nlines",3\n')
+    assert rows_of(name) == [{"prompt": 'a "b", c', "answer": ""}, {"prompt": "two\nlines", "answer": "3"}]
+
+
+def test_dates_of_parquet_are_dates(tmp_path):
+    rows = datasets.Dataset.from_list([{"prompt": "a", "day": datetime(2024, 1, 31)}])
+    rows.to_parquet(str(tmp_path / "rows.parquet"))
+    assert rows_of(tmp_path / "rows.parquet") == [{"prompt": "a", "day": datetime(2024, 1, 31)}]
+
+
+def test_rows_are_shuffled_as_datasets_does():
+    rows = [{"k": k} for k in range(50)]
+    assert [*datasets.Dataset.from_list(rows).shuffle(seed=3)] == shuffled(rows, 3)
+    assert [*shuffled(datasets.Dataset.from_list(rows), 3)] == shuffled(rows, 3)
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+CARD = """---
+configs:
+- config_name: easy
+  data_files: easy.csv
+- config_name: hard
+  data_files: hard.csv
+---
+"""
+
+
+def test_a_configuration_is_named_after_a_colon(tmp_path):
+    write(tmp_path / "two/README.md", CARD)
+    for name in ("easy", "hard"):
+        write(tmp_path / f"two/{name}.csv", f"prompt\n{name}\n")
+    assert rows_of(f"{tmp_path}/two:hard") == [{"prompt": "hard"}]
+    with pytest.raises(UserError, match=r"Config name is missing.*name one of them, --dataset .*/two:CONFIG$"):
+        load_splits(f"{tmp_path}/two")
+    with pytest.raises(UserError, match="^--dataset .*two:none can't be loaded: ValueError: BuilderConfig 'none' not"):
+        load_splits(f"{tmp_path}/two:none")
+
+
+def test_a_name_with_a_colon_that_is_there_is_taken_as_it_is(tmp_path):
+    assert rows_of(write(tmp_path / "a:b.csv", "prompt\nx\n")) == [{"prompt": "x"}]
+
+
+# --- Nulls ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, float("nan")])
+@pytest.mark.parametrize("task", [None, {"formatters": lambda item: f"{item['prompt']}"}, {}])
+def test_a_null_is_one_line(task, value, tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": value}, {"prompt": "d"}]
+    with pytest.raises(UserError, match="^train_dataset= has a row without prompt, number 2 from 0: it is null$"):
+        train(given=task, train_dataset=rows)
+    write(tmp_path / "rows.jsonl", lines([{"prompt": "a"}] * 8 + [{"prompt": None}]))
+    with pytest.raises(UserError, match="^--dataset rows.jsonl has a row without prompt, number . from 0: it is null$"):
+        train(given=task, dataset="rows.jsonl", train_size=None, eval_size=1)
+
+
+def test_a_null_that_a_template_reads_is_one_line():
+    template = [{"role": "user", "content": "{prompt}"}, {"role": "user", "content": "By {author}."}]
+    rows = [{"prompt": "a", "author": None}] * 4
+    with pytest.raises(UserError, match="^formatter of agent 0 failed on item, .*: ValueError: its author is null"):
+        train(given={"conversation_template": template}, train_dataset=rows)
+    read, _ = train(given={"conversation_template": template[:1]}, train_dataset=rows)
+    assert read[0][1] == [{"role": "user", "content": "a"}]
+
+
+def test_a_null_that_nothing_reads_is_no_matter():
+    rows = [{"question": "q", "answer": "a", "prompt": None, "more": None}] * 4
+    template = [{"role": "user", "content": "{question}"}]
+    read, _ = train(given={"conversation_template": template}, train_dataset=rows)
+    assert read[0][1] == [{"role": "user", "content": "q"}]
+
+
+# --- Chats ------------------------------------------------------------------------------------------------------------
+
+CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Summarise dogs."}]
+TEXT = "Be kind.\n\nSummarise dogs."
+READS = {
+    "no formatters": ({}, CHAT),
+    "a formatter that gives it": ({"formatters": lambda item: item["prompt"]}, CHAT),
+    "one that adds to it": (
+        {"formatters": lambda item: [*item["prompt"], {"role": "user", "content": "Now."}]},
+        [*CHAT, {"role": "user", "content": "Now."}],
+    ),
+    "a text with it": ({"formatters": lambda item: f"{item['prompt']}!"}, f"{TEXT}!"),
+    "a sum": ({"formatters": lambda item: "> " + item["prompt"] + "!"}, f"> {TEXT}!"),
+    "a template": (
+        {"conversation_template": [{"role": "user", "content": "Q: {prompt}"}]},
+        [{"role": "user", "content": f"Q: {TEXT}"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("source", ["list", "dataset", "file", "parquet"])
+@pytest.mark.parametrize("case", READS)
+def test_a_chat_is_a_prompt_wherever_a_text_is(case, source, tmp_path):
+    task, expected = READS[case]
+    rows = [{"prompt": CHAT}] * 8
+    given = {"train_dataset": rows} if source == "list" else {"dataset": "rows.jsonl", "train_size": None}
+    if source == "dataset":
+        given = {"train_dataset": datasets.Dataset.from_list(rows)}
+    if source == "parquet":
+        more = [*CHAT, {"role": "user", "content": "b", "name": "me"}]  # Arrow gives all messages a name, or None
+        datasets.Dataset.from_list([{"prompt": CHAT}] * 8 + [{"prompt": more}]).to_parquet(str(tmp_path / "x.parquet"))
+        given = {"dataset": "x.parquet", "train_size": None}
+    write(tmp_path / "rows.jsonl", lines(rows))
+    read, run = train(given=task, **given, eval_size=1)
+    assert all(prompts[0] == prompts[1] for _, *prompts in read) and expected in [prompts[0] for _, *prompts in read]
+    assert CHAT in [sample["item"]["prompt"] for sample in run.log_files.samples]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_chats_train_the_scripts_own_task(script):
+    if script == "ppo":
+        return  # a game, which reads no data
+    _, run = train(script, train_dataset=[{"prompt": CHAT}] * 4)
+    assert TEXT.split("\n\n")[1] in run.log_files.samples[0]["prompts"][0]
+
+
+def test_chats_train_a_single_writer_who_is_compared_with_them():
+    for flags in ({}, {"task": "tldr"}):
+        _, run = train(train_dataset=[{"prompt": CHAT * 20}] * 4, num_agents=1, max_new_tokens=40, **flags)
+        assert 0 <= run.rows[0]["reward_mean"] <= 3
+
+
+def test_chats_from_numpy_are_chats():
+    read, _ = train(given={}, train_dataset=[{"prompt": numpy.array(CHAT)}] * 4)
+    assert read[0][1] == CHAT
+
+
+# --- Half characters, and keys that are no text -----------------------------------------------------------------------
+
+HALF = "a\ud800b"
+READ = "a\N{REPLACEMENT CHARACTER}b"
+ODD = {"prompt": HALF, ("a", 1): HALF, 2: {(3, 4): [{None: HALF}]}}
+
+
+def samples_of(folder):
+    return [json.loads(line) for line in open(f"{folder}/samples.jsonl", encoding="utf-8")]
+
+
+@pytest.mark.parametrize("script", ["ippo", "maac"])
+def test_half_a_character_is_read_as_unknown_and_written_escaped(script):
+    rows = [ODD] * 12
+    game = {"external_transition": lambda item: [HALF, [{"role": "user", "content": HALF}]]}
+    flags = {"num_turns": 2, "train_size": 12, "save_interval": 1}
+    _, run = train(script, given=game, train_dataset=rows, **flags, pause_at=2)
+    samples = samples_of("run")
+    assert samples[0]["item"] == {"prompt": HALF, "('a', 1)": HALF, "2": {"(3, 4)": [{"null": HALF}]}}
+    assert READ in samples[0]["prompts"][0][0] and READ in samples[0]["prompts"][1][-1]
+    _, run = train(script, given=game, train_dataset=rows, **flags, resume="run", output_dir=None, overwrite=False)
+    assert run.step == 3 and samples_of("run")[: len(samples)] == samples
+
+
+def test_half_a_character_in_an_observation_and_in_a_completion(monkeypatch):
+    class Game:
+        def reset(self, seed):
+            return HALF, {}
+
+        def step(self, answer):
+            assert answer == HALF
+            return HALF, 1.0, False, True, {}
+
+    _, tokenizer = small_model()
+    monkeypatch.setattr(type(tokenizer), "batch_decode", lambda self, rows, **_: [HALF] * len(rows))
+    flags = {"output_dir": "run", "train_size": 4, "num_turns": 2, "num_agents": 1}
+    SCRIPTS["ppo"].main(SCRIPTS["ppo"].Args(**(FLAGS["ppo"] | flags)), Game, *small_model())
+    assert samples_of("run")[0]["completions"][0][0] == HALF
+    train("maac", given={}, train_dataset=[{"prompt": "a"}] * 4)
+    assert samples_of("run")[0]["completions"] == [HALF] * 2
+
+
+def test_halves_that_belong_together_are_one_character():
+    assert readable("a\ud83d\ude00\udc00") == "a\N{GRINNING FACE}\N{REPLACEMENT CHARACTER}"
+
+
+def test_names_of_metrics_are_one_line():
+    names = {("a", HALF): 1.0, "b\nc": 2.0, 3: 3.0}
+    given = {"metrics_callback": lambda rollouts: names}
+    train(given=given, train_dataset=[{"prompt": "a"}] * 12, train_size=12, pause_at=1)
+    flags = {"train_size": 12, "resume": "run", "output_dir": None, "overwrite": False}
+    _, run = train(given=given, train_dataset=[{"prompt": "a"}] * 12, **flags)
+    assert run.step == 3 and [run.rows[0][name] for name in ("b c", "3")] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("value", ["a\0b", "a\ud800b", "caf\udce9"])
+@pytest.mark.parametrize(
+    "name", ["output_dir", "task", "env", "dataset", "resume", "fork", "model", "load_checkpoint", "wandb_run_name"]
+)
+def test_a_path_that_can_be_none_is_one_line(name, value):
+    flag = "--" + name.replace("_", "-")
+    takes = "Input should be a text that files can be named by"
+    with pytest.raises(UserError) as error:
+        SCRIPTS["ippo"].Args(**{name: value})
+    assert str(error.value) == f"{flag}: {takes}, got {ascii(value)}"
