@@ -258,7 +258,7 @@ def test_a_seat_that_never_acts_does_not_stop_the_others(tmp_path, small):
         ([1e11, 2e11, 3e11, 0.0], 1.5e11),
         ([1e-9, 2e-9, 3e-9, 4.0], 1.0),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_rewards_in_order_and_of_one_size_are_taken(tmp_path, small, rewards, mean):
     task = item_task(reward_func=lambda *texts: rewards)
