@@ -269,9 +269,7 @@ def test_rewards_in_order_and_of_one_size_are_taken(tmp_path, small, rewards, me
     assert all(abs(loss) < 1e6 for loss in losses)
 
 
-@pytest.mark.parametrize(
-    "reward, match", [(1e20, r"reward 1e\+20"), (1e9, r"step returned 1e\+09 for item 2, {'s")]
-)
+@pytest.mark.parametrize("reward, match", [(1e20, r"reward 1e\+20"), (1e9, r"step returned 1e\+09 for item 2, {'s")])
 def test_what_an_environment_pays_is_of_a_size(tmp_path, small, reward, match):
     earned = itertools.cycle([1.0, 2.0, reward, 3.0])
 

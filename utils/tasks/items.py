@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import datasets
@@ -22,9 +23,10 @@ from utils.tasks.calls import is_unordered
 from utils.tasks.questions import as_prompt
 
 MADE_ITEMS = 1536  # items to train on where a task makes them
-FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
+FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".txt": "text"}
 FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # what may stand after these
+SPACE = re.compile(r"\s*")
 GUESSED = ("timestamp", "date", "time", "duration", "float")  # types that JSON's reader makes of other values
 
 
@@ -151,8 +153,8 @@ def load_splits(name):
     place, colon, configuration = name.rpartition(":")
     try:
         if file_format:
-            options = {"sep": "\t"} if ".tsv" in name.lower() else {}
-            return read_splits(file_format, data_files=name, **options)
+            options = {"sep": "\t"} if file_format == "tsv" else {}
+            return read_splits("csv" if options else file_format, data_files=name, **options)
         if colon and not Path(name).exists():
             return read_splits(place, configuration)
         return read_splits(name)
@@ -180,17 +182,17 @@ def read_splits(*place, **options):
     """
     builder = datasets.load_dataset_builder(*place, **options)
     files = builder.config.data_files
-    if isinstance(builder, Csv):
+    if isinstance(builder, Csv) and builder.config.features is None:
         first = next(iter(files.values()))[0]
-        columns = pandas.read_csv(first, nrows=0, sep=builder.config.sep).columns
+        columns = builder.config.names or pandas.read_csv(first, nrows=0, sep=builder.config.sep).columns
         text = datasets.Features({column: datasets.Value("string") for column in columns})
         options |= {"features": text, "na_filter": False}
     splits = datasets.load_dataset(*place, **options)
     if isinstance(builder, Json) and any(is_guessed(rows.features) for rows in splits.values()):
         return {split: read_json_rows(paths) for split, paths in files.items()}
     if isinstance(builder, Text):
-        splits = splits.filter(lambda row: row["text"].strip())
-        return splits.map(lambda row: {"prompt": row["text"]})
+        lines = {split: [line for line in rows["text"] if line.strip()] for split, rows in splits.items()}
+        return {split: [{"text": line, "prompt": line} for line in own] for split, own in lines.items()}
     return splits
 
 
@@ -209,11 +211,12 @@ def read_json_rows(paths):
     decoder = json.JSONDecoder()
     for path in paths:
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
-            text = file.read().strip()
-        while text:
-            value, end = decoder.raw_decode(text)
+            text = file.read()
+        end = SPACE.match(text).end()
+        while end < len(text):
+            value, end = decoder.raw_decode(text, end)
             rows += value if isinstance(value, list) else [value]
-            text = text[end:].lstrip()
+            end = SPACE.match(text, end).end()
     columns = dict.fromkeys(column for row in rows for column in row)
     return [dict.fromkeys(columns) | row for row in rows]
 
