@@ -3,6 +3,8 @@
 import torch
 from torch.distributed.tensor import DTensor
 
+from utils.models.weights import optimizers_of
+
 
 class Kept:
     """Parameters and moments of the agents' optimisers as they were at some time, in the CPU's memory.
@@ -11,7 +13,7 @@ class Kept:
     """
 
     def __init__(self, agents):
-        self.optimizers = [optimizer for agent in agents for optimizer in agent.optimizers]
+        self.optimizers = [optimizer for agent in agents for optimizer in optimizers_of(agent)]
         self.copies = {}
 
     def tensors(self):
