@@ -1,6 +1,5 @@
 """Flags of models that all scripts have."""
 
-import datetime
 from dataclasses import field
 from typing import Annotated, Literal
 
@@ -9,12 +8,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from utils.cli import Settings, UserError, flag_name, flags, needs, not_with
 from utils.models import engine, lora, stages
-from utils.models.transcripts import CHAT_DATE
-
-
-def check_date(text):
-    """A date, as YYYY-MM-DD. Raises ValueError."""
-    return datetime.date.fromisoformat(text).isoformat()
 
 
 @flags
@@ -26,8 +19,6 @@ class LoadingArgs:
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass, not attention on a CPU
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
     trust_remote_code: bool = False  # run code that comes with a hub model
-    # what chat templates that ask for today's date are told, so that a run is the same on another day
-    chat_date: Annotated[str, pydantic.AfterValidator(check_date)] = CHAT_DATE
     max_model_len: PositiveInt | None = None  # most tokens of a transcript: an episode stops before; none: the model's
     # sample with a cache of fixed size: on a GPU a token's step is captured once, and replayed (a CUDA graph)
     static_cache: bool = not_with("use_vllm", "shard", default=False)
@@ -121,8 +112,6 @@ class SamplingArgs:
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # sample from tokens at least this share as likely as the best
     repetition_penalty: PositiveFloat = 1.0  # above 1: what stands in the transcript is less likely to come again
     min_output_tokens: NonNegativeInt = 0  # an answer may not end before so many
-    # texts of answers, which reward functions and agents read, have special tokens such as <think>; not the end token
-    keep_special_tokens: bool = False
     # contexts that are continued at once; none: all
     hf_generate_chunk_size: PositiveInt | None = not_with("use_vllm", default=None)
     use_vllm: bool = False  # sample with vLLM, an engine in each process; see docs/many_devices.md

@@ -3,17 +3,15 @@
 import contextlib
 import copy
 import re
-import tempfile
 from pathlib import Path
 
 import huggingface_hub
 import torch
 import transformers
-from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from utils.cli import UserError, describe, flag_name, one_line, write_settings
+from utils.cli import UserError, flag_name, one_line, write_settings
 from utils.distributed import say
 from utils.models import causal_lm
 
@@ -65,9 +63,6 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
     if Path(name).exists():
         if not (Path(name) / settings.get("subfolder", "") / "config.json").is_file():
             raise UserError(f"{flag} takes a model's folder or a hub name, and {name} has no config.json")
-        if (Path(name) / settings.get("subfolder", "") / "adapter_config.json").is_file():
-            merge = "python -m utils.merge_adapter merges them"
-            raise UserError(f"{flag} takes a model's folder, and {name} has adapters beside its weights: {merge}")
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         raise UserError(f"{flag} takes a model's folder or a hub name, and there is no folder {name}")
     else:
@@ -201,62 +196,15 @@ def load_frozen(name, args, device, model=None):
         options = (args.dtype, args.attn_implementation, args.trust_remote_code, args.model_config)
         frozen = load_model(name, flag_name("model"), *options)
     else:
-        frozen = without_adapters(copy.deepcopy(model)).eval().requires_grad_(False)
-        if not hasattr(frozen.config, "quantization_config"):
-            frozen.to(getattr(torch, args.dtype))  # float32, in which small steps of learning are not lost
-    make_savable(frozen, "model=" if model is not None else f"{flag_name('model')} {name}")
+        frozen = copy.deepcopy(model).eval().requires_grad_(False)
     frozen.to(device)
     prepared = name if model is None else "the model"
     causal_lm.prepare(frozen, prepared, args.mixed_precision, args.static_cache)
     return frozen
 
 
-def without_adapters(model):
-    """A model whose adapters, of peft, are merged into its weights. Raises UserError where they can't be."""
-    if not isinstance(model, PeftModel):
-        if getattr(model, "_hf_peft_config_loaded", False):
-            raise UserError("model= has adapters beside its weights: load it with peft.PeftModel, or merge them")
-        return model
-    try:
-        merged = model.merge_and_unload(safe_merge=True)
-    except Exception as error:
-        raise UserError(f"the adapters of model= can't be merged into its weights: {describe(error)}") from error
-    say("the adapters of model= are merged into its weights")
-    return merged
-
-
-def make_savable(model, label):
-    """Let a model be saved: what transformers refuses to write of its settings goes where it takes it, or is left out.
-
-    Raises UserError for what it refuses still.
-    """
-    if hasattr(model, "generation_config") and model.generation_config is not None:
-        for key, value in model.config._get_generation_parameters().items():
-            setattr(model.generation_config, key, value)
-            setattr(model.config, key, None)
-        try:
-            model.generation_config.validate(strict=True)
-        except ValueError as error:
-            names = ("bos_token_id", "eos_token_id", "pad_token_id")
-            model.generation_config = GenerationConfig(**{key: getattr(model.generation_config, key) for key in names})
-            say(f"{label}: its generation_config can't be saved and is left out, but for its ids: {describe(error)}")
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            model.save_pretrained(folder, state_dict={})
-        except Exception as error:
-            raise UserError(f"{label} can't be saved: {describe(error)}") from error
-
-
 def check_initial(initial, args):
-    """Raise UserError where a model does not know its tokenizer's padding, or has no room for an answer.
-
-    It is said where nothing ends an answer.
-    """
-    if (
-        initial.tokenizer.eos_token_id is None
-        and getattr(initial.config.get_text_config(), "eos_token_id", None) is None
-    ):
-        say(f"agent {initial.i} has no end token: its answers all have --max-new-tokens {args.max_new_tokens} tokens")
+    """Raise UserError where a model does not know its tokenizer's padding, or has no room for an answer."""
     size = getattr(initial.config.get_text_config(), "vocab_size", None)
     tokenizer = initial.tokenizer
     if size and tokenizer.pad_token_id >= size:
@@ -287,17 +235,7 @@ def load_tokenizers(args, tokenizer=None, model=None):
             tokenizers[name] = load_tokenizer(name, flag, args.trust_remote_code, args.model_config)
         else:
             tokenizers[name] = add_padding(copy.deepcopy(tokenizer), flag)
-        tokenizers[name].chat_date = args.chat_date
-        say_what_is_left_out(name, tokenizers[name], args)
     return [tokenizers[name] for name in names]
-
-
-def say_what_is_left_out(name, tokenizer, args):
-    """Say where texts of answers lack what looks like words: a padding token, say, that is a full stop."""
-    words = [word for word in tokenizer.all_special_tokens if not set(word) & set("<>[]|")]
-    if words and not args.keep_special_tokens:
-        what = f"{', '.join(map(repr, words))} among its special tokens, which texts of answers are without"
-        say(f"{name}: its tokenizer has {what} (--keep-special-tokens)")
 
 
 def check_critics(initials, args):

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModel, get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 from utils import distributed
-from utils.cli import UserError, flag_name
+from utils.cli import flag_name
 from utils.models import adapters, causal_lm, engine, loading, lora, sharding, stages
 from utils.models.transcripts import UNLIMITED, end_tokens
 
@@ -183,7 +183,6 @@ class Initial:
         name = names[self.i] if len(names) > 1 else names[0]
         options = (args.dtype, args.attn_implementation, args.trust_remote_code, args.critic_model_config)
         model = loading.load_model(name, flag, *options, AutoModel).to(distributed.device())
-        loading.make_savable(model, f"{flag} {name}")
         causal_lm.prepare(model, name, args.mixed_precision)
         make_trainable(model, args)
         tokenizer = loading.load_critic_tokenizer(self.tokenizer, name, args)
@@ -302,7 +301,6 @@ def in_chunks_or_by_vllm(generate):
 
     @functools.wraps(generate)
     def generate_all(agent, contexts, args, generator):
-        check_ids(contexts, agent.actor.config)
         if args.use_vllm and contexts:
             return engine.generate(agent, contexts, args, generator)
         size = args.hf_generate_chunk_size or max(1, len(contexts))
@@ -312,15 +310,6 @@ def in_chunks_or_by_vllm(generate):
         return answers
 
     return generate_all
-
-
-def check_ids(contexts, config):
-    """Raise UserError for a token that a model has no embedding of."""
-    size = getattr(config.get_text_config(), "vocab_size", None)
-    most = max([0, *(max(ids) for ids in contexts)])
-    if size and most >= size:
-        mend = "resize the model's embeddings, or leave it out of the tokenizer"
-        raise UserError(f"an agent reads token {most}, and its model knows {size} tokens: {mend}")
 
 
 def adamw(learners, lr, args):

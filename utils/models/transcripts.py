@@ -1,6 +1,5 @@
 """From chats to token ids and back: what an agent reads, rows padded on both sides, an answer's logits."""
 
-import datetime
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,6 @@ from transformers import (
 from utils.cli import UserError
 
 UNLIMITED = 2**31  # tokens of a context
-CHAT_DATE = "2026-01-01"
 
 # --- What an agent reads ----------------------------------------------------------------------------------------------
 
@@ -57,15 +55,8 @@ def encode_prompt(chat, tokenizer):
             ids = ids[:-1]
         return ids
     check_messages(chat)
-    text = apply_template(chat, tokenizer)
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False).input_ids
-
-
-def apply_template(chat, tokenizer):
-    """A chat as text, up to the start of an answer. A template that asks for today's date gets --chat-date."""
-    date = datetime.date.fromisoformat(getattr(tokenizer, "chat_date", CHAT_DATE))
-    options = {"tokenize": False, "add_generation_prompt": True, "strftime_now": date.strftime}
-    return tokenizer.apply_chat_template(chat, **options)
 
 
 def as_text(chat):
@@ -94,7 +85,7 @@ def encode_reply(chat, last, tokenizer):
     while mark in tokenizer.chat_template or any(mark in message["content"] for message in messages):
         mark += "R"
     earlier = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
-    text = apply_template(earlier + messages, tokenizer)
+    text = tokenizer.apply_chat_template(earlier + messages, tokenize=False, add_generation_prompt=True)
     ids = encode_after(mark, text.split(mark, 2)[2], tokenizer)
     return ids[1:] if ids and ids[0] == last else ids
 
@@ -103,14 +94,6 @@ def encode_after(before, text, tokenizer):
     """The ids of a text after another one: without the space that some tokenizers put before whatever is first."""
     both, first, alone = (tokenizer(x, add_special_tokens=False).input_ids for x in (before + text, before, text))
     return both[len(first) :] if both[: len(first)] == first else alone
-
-
-def decode(answers, agent, args):
-    """The texts of answers, lists of sampled ids, without special tokens, or without those alone that end an answer."""
-    if not args.keep_special_tokens:
-        return agent.tokenizer.batch_decode(answers, skip_special_tokens=True)
-    ends = agent.end_ids.tolist()
-    return agent.tokenizer.batch_decode([ids[:-1] if ids[-1] in ends else ids for ids in answers])
 
 
 def end_tokens(model, tokenizer):

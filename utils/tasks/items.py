@@ -17,7 +17,7 @@ from datasets.packaged_modules.text.text import Text
 from utils import envs
 from utils.cli import TaskError, UserError, describe, one_line
 from utils.distributed import say
-from utils.models.policy import UNLIMITED, check_ids
+from utils.models.policy import UNLIMITED
 from utils.models.transcripts import encode
 from utils.tasks.calls import is_unordered
 from utils.tasks.questions import as_prompt
@@ -296,12 +296,10 @@ def find_fits(task, items, initials, limits):
     fits = []
     for k, item in enumerate(items):
         try:
-            prompts = [encode(task.formatters(item, i), [], initial) for i, initial in enumerate(initials)]
+            lengths = [len(encode(task.formatters(item, i), [], initial)) for i, initial in enumerate(initials)]
         except TaskError as error:
             raise UserError(str(error)) from error  # there is no run yet
-        for initial, ids in zip(initials, prompts):
-            check_ids([ids], initial.config)
-        if all(len(ids) <= limit for ids, limit in zip(prompts, limits)):
+        if all(length <= limit for length, limit in zip(lengths, limits)):
             fits.append(k)
     return fits
 
