@@ -233,7 +233,18 @@ def add_padding(tokenizer, flag):
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
         raise UserError(f"{flag}: its tokenizer has no padding and no end token: set eos_token, and save it again")
+    say_what_is_hidden(tokenizer, flag)
     return tokenizer
+
+
+def say_what_is_hidden(tokenizer, flag):
+    """Say which ordinary words the tokenizer declares special, such as a full stop for padding: answers lack them."""
+    for token in dict.fromkeys(tokenizer.all_special_tokens):
+        is_mark = token == tokenizer.eos_token or token.strip()[:1] in ("<", "[", "{", "|")
+        number = tokenizer.convert_tokens_to_ids(token)
+        if not is_mark and not tokenizer.decode([number], skip_special_tokens=True):
+            keeps = "--no-skip-special-tokens keeps it"
+            say(f"{flag}: its tokenizer declares {token!r} special, so that answers as text lack it; {keeps}")
 
 
 # --- A team's models --------------------------------------------------------------------------------------------------
@@ -315,6 +326,7 @@ def load_tokenizers(args, tokenizer=None, model=None):
             tokenizers[name] = load_tokenizer(name, flag, args.trust_remote_code, args.model_config)
         else:
             tokenizers[name] = add_padding(copy.deepcopy(tokenizer), flag)
+        tokenizers[name].template_date = args.template_date
         try:
             try_to_save(tokenizers[name])
         except Exception as error:
@@ -340,7 +352,7 @@ def check_critics(initials, args):
         if num_critics == 1 and not hasattr(args, "use_separate_critic"):
             load_critic_tokenizer(tokenizer, name, args)
             continue
-        if size < len(tokenizer):
+        if size < min(len(tokenizer), initial.config.get_text_config().vocab_size):
             raise UserError(f"{flag} {name} knows {size} tokens, the actor's tokenizer has {len(tokenizer)}")
         room = getattr(config.get_text_config(), "max_position_embeddings", None)
         if room and initial.longest_prompt + args.max_new_tokens > room:
