@@ -277,7 +277,7 @@ def play(agents, task, items, args, generator):
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
                 answers = generate(agent, [own[b].ids for b in episodes], args, generator)
-                texts = agent.tokenizer.batch_decode(answers, skip_special_tokens=True)
+                texts = models.decode(answers, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, answers, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)

@@ -82,10 +82,10 @@ OTHER = {  # flag: another value, or (another value, other flags of both runs)
     "value_head_hidden_dim": (7, {"use_separate_critic": False}),
     "critic_value_head_hidden_dim": (7, CRITIC),
     "mixed_precision": "bf16",
-    "keep_special_tokens": None,
+    "skip_special_tokens": None,
 }
 ELSEWHERE = """
-chat_date
+    template_date
     save_optimizer save_base save_interval keep_checkpoints output_dir overwrite resume fork pause_at model env dataset
     reward_timeout model_config critic_model_config critic_model_name_or_path attn_implementation trust_remote_code
     static_cache shard gradient_checkpointing torch_compiler lora_config merge_adapters load_checkpoint load_optimizer

@@ -1,15 +1,22 @@
 """From chats to token ids, for kinds of tokenizers and templates; the transcripts of a team as one text."""
 
+import copy
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from short_runs import FLAGS, make_task, reward_length, small_model
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import ippo_llm
+from utils import distributed, models
 from utils.cli import UserError
-from utils.models import encode, join_transcripts, pad_left, pad_right, sum_by_turn, unflatten
+from utils.models import decode, encode, join_transcripts, pad_left, pad_right, sum_by_turn, unflatten
+from utils.tasks.task import load_task, new_messages
 
 LETTERS = [chr(code) for code in range(33, 127)]
 INST = (
@@ -27,7 +34,7 @@ def build(kind, template=None):
     vocabulary = ["<s>", "</s>", "<pad>", *LETTERS, "▁", "Ġ", "Ċ", "\n"]
     vocabulary += ["▁" + letter for letter in LETTERS]
     merges = [("▁", letter) for letter in LETTERS]
-    tokenizer = Tokenizer(models.BPE({token: k for k, token in enumerate(vocabulary)}, merges))
+    tokenizer = Tokenizer(BPE({token: k for k, token in enumerate(vocabulary)}, merges))
     if kind == "bytes":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -159,3 +166,204 @@ def config_of(positions):
     config = SimpleNamespace(max_position_embeddings=positions)
     config.get_text_config = lambda: config
     return config
+
+
+# --- What a tokenizer and its chat template do ------------------------------------------------------------------------
+
+ROLES = (
+    "{% for m in messages %}{% if m['role'] != 'secret' %}{% if m['role'] == 'king' %}{{ raise_exception('no kings') }}"
+    "{% endif %}[{{ m['role'] }}]{{ m['content'] }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["Say it.", "Say it.</s>", "</s></s>", "<s>Say", " Say", "\n"])
+def test_of_what_the_tokenizer_adds_the_end_alone_is_left_out(kind, text):
+    tokenizer = build(kind)
+    ids = tokenizer(text).input_ids
+    assert encode(text, [], reader(tokenizer)) == (ids[:-1] if kind in ("ends", "both") else ids)
+
+
+def test_an_end_token_that_begins_prompts_stays():
+    tokenizer = build("begins")
+    tokenizer.eos_token = "<s>"
+    tokenizer.unk_token = "<s>"
+    assert encode("Say", [], reader(tokenizer)) == tokenizer("Say").input_ids
+    assert encode("é", [], reader(tokenizer)) == tokenizer("é").input_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["And?", " And?", "ANSWER"])
+def test_without_a_template_what_follows_is_encoded_as_in_the_whole_text(kind, text):
+    tokenizer = build(kind)
+    whole = tokenizer(f"x\n\n{text}\n\n", add_special_tokens=False).input_ids
+    first = tokenizer("x", add_special_tokens=False).input_ids
+    assert first + encode([{"role": "user", "content": text}], [5], reader(tokenizer)) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_may_contain_our_marks_in_any_way(kind):
+    """A system prompt of the template's own, a label that is put together, and messages."""
+    template = (
+        "ANSWER ### RESPONSE: {% for m in messages %}{{ 'ANS' ~ 'WER' }} {{ m['content'] }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}ANSWERR### RESPONSE:{% endif %}"
+    )
+    tokenizer = build(kind, template)
+    ids = encode([{"role": "user", "content": "ANSWERRR ### RESPONSE:"}], [5], reader(tokenizer))
+    assert tokenizer.decode([9, *ids])[1:] == "</s>ANSWER ANSWERRR ### RESPONSE:</s>ANSWERR### RESPONSE:"
+
+
+def test_a_template_that_changes_answers_is_refused():
+    tokenizer = build("bytes", "{% for m in messages %}{{ m['content'] | lower }}</s>{% endfor %}")
+    assert encode([{"role": "user", "content": "Say"}], [], reader(tokenizer))
+    with pytest.raises(UserError, match="^the chat template does not write an answer as it is: it can't serve several"):
+        encode([{"role": "user", "content": "Say"}], [5], reader(tokenizer))
+
+
+@pytest.mark.parametrize("role", ["tool", "system", "assistant"])
+def test_messages_of_other_roles_are_rendered(role):
+    tokenizer = build("bytes", ROLES)
+    chat = [{"role": role, "content": "It is 5."}, {"role": "user", "content": "And?"}]
+    ids = encode(chat, [5], reader(tokenizer))
+    assert tokenizer.decode(ids) == f"</s>[{role}]It is 5.</s>[user]And?</s>[assistant]"
+    assert tokenizer.decode(encode(chat[:1], [1], reader(tokenizer))) == f"[{role}]It is 5.</s>[assistant]"
+
+
+@pytest.mark.parametrize("before", [[], [5]], ids=["first", "later"])
+def test_roles_that_the_template_leaves_out_or_refuses_are_one_line(before):
+    user = {"role": "user", "content": "Say it."}
+    tokenizer = build("bytes", ROLES)
+    with pytest.raises(UserError, match="^the chat template leaves out messages of the role secret$"):
+        encode([{"role": "secret", "content": "5"}, user], before, reader(tokenizer))
+    with pytest.raises(UserError, match="^the chat template refuses messages of the roles king, user: no kings$"):
+        encode([{"role": "king", "content": "5"}, user], before, reader(tokenizer))
+
+
+USER, TOOL = {"role": "user", "content": "What time is it?"}, {"role": "tool", "content": "It is 5."}
+SYSTEM, MORE = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "And now?"}
+OTHER = {"role": "system", "content": "Be long."}
+WROTE, EXAMPLE = {"role": "assistant", "content": "time()"}, {"role": "assistant", "content": "Such."}
+NEW = {  # a prompt after [SYSTEM, USER], and what of it is new
+    "a tool": ([SYSTEM, USER, WROTE, TOOL], [TOOL]),
+    "a system message": ([SYSTEM, USER, WROTE, OTHER, MORE], [OTHER, MORE]),
+    "another answer": ([SYSTEM, USER, WROTE, MORE, EXAMPLE, USER], [MORE, EXAMPLE, USER]),
+    "no answer": ([SYSTEM, USER, TOOL], [TOOL]),
+    "another chat": ([SYSTEM, MORE], [MORE]),
+    "another chat with a tool": ([OTHER, MORE, TOOL], [OTHER, MORE, TOOL]),
+    "the same again": ([SYSTEM, USER], [USER]),
+    "a text": ("And now?", [MORE]),
+}
+
+
+@pytest.mark.parametrize("case", NEW)
+def test_what_is_new_in_a_prompt(case):
+    prompt, new = NEW[case]
+    assert new_messages([SYSTEM, USER], prompt) == new
+    with pytest.raises(ValueError, match="^its chat has no new message for the agent$"):
+        new_messages([SYSTEM, USER], [SYSTEM, USER, WROTE])
+
+
+def test_what_a_tool_says_is_in_the_transcript(tokenizer):
+    """Not a role that the embedded model's template names: it is written as any other."""
+    task = make_task(reward_length)
+    task.formatters = lambda item: [USER]
+    task.external_transition = lambda agent_completions: [[USER, WROTE, TOOL] for _ in agent_completions]
+    args = ippo_llm.Args(num_turns=2, max_new_tokens=3, rollout_buffer_size=4, eval_interval=0)
+    model, own = small_model()
+    own = copy.deepcopy(own)
+    own.chat_template = ROLES.replace("</s>", "<|end|>")
+    initials = models.load(args, model, own)
+    agents = [ippo_llm.Agent(i, initial, 1, args) for i, initial in enumerate(initials)]
+    whole = load_task(task, args, default=None)
+    rollouts = ippo_llm.play(agents, whole, [{}] * 2, args, distributed.generator(1))
+    text = own.decode(rollouts[0].ids[0])
+    assert text.startswith("[user]What time is it?<|end|>[assistant]") and "[tool]It is 5.<|end|>[assistant]" in text
+
+
+DIFFERING = {
+    "thinking": "{{ m['content'].split('</think>')[-1].strip() if m['role'] == 'assistant' else m['content'] }}",
+    "trimmed": "{{ m['content'] }}{% if not loop.last and m['role'] == 'user' %} {% endif %}",
+}
+
+
+@pytest.mark.parametrize("case", ["no", *DIFFERING])
+def test_a_template_that_writes_earlier_turns_otherwise_is_told_once(case, capsys):
+    model, own = small_model()
+    own = copy.deepcopy(own)
+    body = DIFFERING.get(case, "{{ m['content'] }}")
+    own.chat_template = "{% for m in messages %}[{{ m['role'] }}]" + body + "<|end|>{% endfor %}[assistant]"
+    for num_turns in (1, 2):
+        models.load(ippo_llm.Args(num_turns=num_turns, num_agents=2), model, own)
+        told = capsys.readouterr().out.count("its chat template writes earlier turns, such as the answer")
+        assert told == (case != "no" and num_turns > 1)
+
+
+# --- The date ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_template_has_the_date_of_the_flag_on_any_day(tmp_path, monkeypatch):
+    model, own = small_model()
+    own = copy.deepcopy(own)
+    own.chat_template = "{{ strftime_now('%d %b %Y') }} " + ROLES.replace("</s>", "<|end|>")
+    for flags, date in (({}, "01 Jan 2026"), ({"template_date": "2024-07-31"}, "31 Jul 2024")):
+        flags |= FLAGS["ippo"] | {"num_turns": 2}
+        texts = []
+        for more in ({"pause_at": 1, "output_dir": str(tmp_path / date)}, {"resume": str(tmp_path / date)}):
+            agents, run = ippo_llm.main(ippo_llm.Args(**flags, **more), make_task(reward_length), model, own)
+            texts.append(own.decode(encode([USER], [], agents[0])))
+            kept = json.loads((run.folder / "config.json").read_text())["args"]["template_date"]
+            assert kept == flags.get("template_date", "2026-01-01")
+        assert texts == [f"{date} [user]What time is it?<|end|>[assistant]"] * 2
+        assert date not in own.decode(encode([USER], [5], agents[0]))  # it was read in the first prompt
+
+
+def test_a_date_that_is_none_is_one_line():
+    with pytest.raises(UserError, match="^--template-date: .*, got 2026-13-01$"):
+        ippo_llm.Args(template_date="2026-13-01")
+
+
+# --- Answers as text --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def thinking():
+    """A tokenizer with special tokens <think> and </think>."""
+    own = copy.deepcopy(small_model()[1])
+    own.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    return own
+
+
+def test_answers_have_special_tokens_with_the_flag(thinking):
+    ids = thinking("<think>7</think>8<|end|>", add_special_tokens=False).input_ids
+    agent = SimpleNamespace(tokenizer=thinking, end_ids=torch.tensor([thinking.eos_token_id]))
+    texts = [decode([ids, ids[:-1], []], agent, ippo_llm.Args(skip_special_tokens=skip)) for skip in (True, False)]
+    assert texts == [["78", "78", ""], ["<think>7</think>8", "<think>7</think>8", ""]]
+
+
+def test_padding_that_is_an_ordinary_word_is_not_in_answers(tmp_path, capsys):
+    model, own = small_model()
+    own = copy.deepcopy(own)
+    own.pad_token = "."
+    seen = []
+
+    def reward(*completions, items):
+        seen.extend(text for texts in completions for text in texts)
+        return reward_length(*completions, items=items)
+
+    flags = FLAGS["ippo"] | {"max_new_tokens": 24, "output_dir": str(tmp_path / "run")}
+    agents, run = ippo_llm.main(ippo_llm.Args(**flags), make_task(reward), model, own)
+    lengths = {len(own(text, add_special_tokens=False).input_ids) for text in seen}
+    assert len(lengths) > 1 and not any(text.endswith("..") for text in seen)
+
+
+def test_a_folder_that_declares_an_ordinary_word_special_says_so(request, tmp_path, capsys):
+    folder = request.getfixturevalue("small_model")
+    own = AutoTokenizer.from_pretrained(folder)
+    own.pad_token = "."
+    shutil.copytree(folder, tmp_path / "model")
+    own.save_pretrained(tmp_path / "model")
+    args = ippo_llm.Args(model=str(tmp_path / "model"))
+    (read, _) = [initial.tokenizer for initial in models.load(args)]
+    hides = read.decode(read("5. 6.", add_special_tokens=False).input_ids, skip_special_tokens=True) == "5 6"
+    assert capsys.readouterr().out.count("declares '.' special, so that answers as text lack it") == hides == 1

@@ -4,6 +4,7 @@ from utils.models.flags import CriticArgs, CriticModelArgs, ModelArgs, SamplingA
 from utils.models.loading import ValueHead
 from utils.models.policy import adamw, in_chunks_or_by_vllm, load, lr_schedule, sampling
 from utils.models.transcripts import (
+    decode,
     encode,
     join_transcripts,
     logits_processors,
@@ -21,6 +22,7 @@ __all__ = [
     "SamplingArgs",
     "ValueHead",
     "adamw",
+    "decode",
     "encode",
     "in_chunks_or_by_vllm",
     "join_transcripts",

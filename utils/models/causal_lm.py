@@ -451,4 +451,8 @@ def values(output):
 
 
 def mean_error(x, right):
-    return float((x - right).float().abs().mean() / right.float().std())
+    """The mean distance of x from what is right, in its standard deviations; both are -inf at the same places."""
+    is_number = right != -math.inf
+    if not torch.equal(x != -math.inf, is_number):
+        return math.inf
+    return float((x - right)[is_number].float().abs().mean() / right[is_number].float().std())

@@ -7,7 +7,7 @@ import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from utils.cli import Settings, UserError, flag_name, flags, needs, not_with
-from utils.models import engine, lora, stages
+from utils.models import engine, lora, stages, transcripts
 
 
 @flags
@@ -19,6 +19,8 @@ class LoadingArgs:
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass, not attention on a CPU
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
     trust_remote_code: bool = False  # run code that comes with a hub model
+    # today, for chat templates that write the date: a fixed one, so that a run is the same on any day
+    template_date: Annotated[str, pydantic.AfterValidator(transcripts.check_date)] = transcripts.TEMPLATE_DATE
     max_model_len: PositiveInt | None = None  # most tokens of a transcript: an episode stops before; none: the model's
     # sample with a cache of fixed size: on a GPU a token's step is captured once, and replayed (a CUDA graph)
     static_cache: bool = not_with("use_vllm", "shard", default=False)
@@ -112,6 +114,7 @@ class SamplingArgs:
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # sample from tokens at least this share as likely as the best
     repetition_penalty: PositiveFloat = 1.0  # above 1: what stands in the transcript is less likely to come again
     min_output_tokens: NonNegativeInt = 0  # an answer may not end before so many
+    skip_special_tokens: bool = True  # answers as text go without special tokens; off: without the end token alone
     # contexts that are continued at once; none: all
     hf_generate_chunk_size: PositiveInt | None = not_with("use_vllm", default=None)
     use_vllm: bool = False  # sample with vLLM, an engine in each process; see docs/many_devices.md

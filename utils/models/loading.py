@@ -3,13 +3,17 @@
 import contextlib
 import copy
 import re
+import tempfile
 from pathlib import Path
 
+import accelerate
 import huggingface_hub
 import torch
 import transformers
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from utils.cli import UserError, flag_name, one_line, write_settings
 from utils.distributed import say
@@ -61,6 +65,8 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
     settings = settings or {}
     name = locate(name)
     if Path(name).exists():
+        if (Path(name) / settings.get("subfolder", "") / "adapter_config.json").is_file():
+            raise UserError(f"{flag} {name} {WITHOUT_ADAPTERS}")
         if not (Path(name) / settings.get("subfolder", "") / "config.json").is_file():
             raise UserError(f"{flag} takes a model's folder or a hub name, and {name} has no config.json")
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
@@ -76,8 +82,9 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
     with loading(flag, name) as path:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **place(settings))
     for key in settings:
-        if key in FLAGS:
-            raise UserError(f"{settings_flag} {key}: it is a flag of its own, {flag_name(key)}")
+        flag_of_its_own = key.removeprefix("torch_")  # an older name of dtype
+        if flag_of_its_own in FLAGS:
+            raise UserError(f"{settings_flag} {key}: it is a flag of its own, {flag_name(flag_of_its_own)}")
         if key not in LOADING and not hasattr(config, key):
             takes = f"what the configuration of {name} has, or {', '.join(LOADING)}"
             raise UserError(f"{settings_flag} takes {takes}, got {key}")
@@ -99,6 +106,26 @@ def loading(flag, name):
     finally:
         if shows_bars:
             transformers.utils.logging.enable_progress_bar()
+
+
+WITHOUT_ADAPTERS = (
+    "has adapters: it takes a model without, or into which they were merged (merge_and_unload); an adapter's own "
+    "folder is what --load-checkpoint takes, with --lora-rank"
+)
+
+
+def check_whole(model, label):
+    """Raise UserError for a model with adapters of peft: its weights would learn, and the adapters alone be saved."""
+    if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise UserError(f"{label} {WITHOUT_ADAPTERS}")
+
+
+def check_given(model):
+    """Raise UserError for a model from Python that is no whole language model of transformers."""
+    if isinstance(model, nn.Module):
+        check_whole(model, "model=")
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise UserError(f"model= takes a causal language model of transformers, got a {type(model).__name__}")
 
 
 def from_pretrained(auto_class, path, *, attn_implementation, **options):
@@ -139,7 +166,61 @@ def load_model(
             trust_remote_code=trust_remote_code,
             **(settings or {}),
         )
+    check_whole(model, f"{flag} {name}")
+    make_savable(model, f"{flag} {name}")
     return model.eval().requires_grad_(False)
+
+
+def in_dtype(model, dtype):
+    """A model from Python with its weights in a data type, as if it had been loaded with it; not quantized ones.
+
+    What it computes from its configuration, such as rotary frequencies, is in float32 then too, and not rounded.
+    """
+    if is_quantized(model.config):
+        return model
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    saved = model.state_dict().keys()
+    rounded = {name for name, x in model.named_buffers() if x.dtype in (torch.float16, torch.bfloat16)}
+    exact = {}
+    if rounded - saved:
+        with torch.random.fork_rng(devices=[]), accelerate.init_empty_weights(include_buffers=False):
+            exact = dict(type(model)(copy.deepcopy(model.config)).named_buffers())
+    for name in rounded:
+        module, _, buffer = name.rpartition(".")
+        x = model.get_buffer(name)
+        setattr(model.get_submodule(module), buffer, x.float() if name in saved else exact[name].to(x.device))
+    return model
+
+
+def is_quantized(config):
+    return getattr(config, "quantization_config", None) is not None
+
+
+def make_savable(model, label):
+    """Unset what transformers would refuse to save of how the model generates by itself, and say so.
+
+    That is not used here, but for the end tokens. Raises UserError for anything else that can't be saved.
+    """
+    if is_quantized(model.config):
+        return
+    try:
+        return try_to_save(model, state_dict={})
+    except Exception as error:
+        refused = re.findall(r"^- `(\w+)`", str(error), flags=re.MULTILINE)
+    for name in refused:
+        setattr(model.generation_config, name, None)
+    try:
+        try_to_save(model, state_dict={})
+    except Exception as error:
+        raise UserError(f"{label} could not be saved: {one_line(error)}") from error
+    say(f"{label}: its generation_config goes without {', '.join(refused)}, which transformers would not save")
+
+
+def try_to_save(thing, **options):
+    """Write a tokenizer, or a model without its weights, to where it is removed at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        thing.save_pretrained(folder, **options)
 
 
 def load_tokenizer(name, flag, trust_remote_code=False, settings=None):
@@ -156,7 +237,18 @@ def add_padding(tokenizer, flag):
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
         raise UserError(f"{flag}: its tokenizer has no padding and no end token: set eos_token, and save it again")
+    say_what_is_hidden(tokenizer, flag)
     return tokenizer
+
+
+def say_what_is_hidden(tokenizer, flag):
+    """Say which ordinary words the tokenizer declares special, such as a full stop for padding: answers lack them."""
+    for token in dict.fromkeys(tokenizer.all_special_tokens):
+        is_mark = token == tokenizer.eos_token or token.strip()[:1] in ("<", "[", "{", "|")
+        number = tokenizer.convert_tokens_to_ids(token)
+        if not is_mark and not tokenizer.decode([number], skip_special_tokens=True):
+            keeps = "--no-skip-special-tokens keeps it"
+            say(f"{flag}: its tokenizer declares {token!r} special, so that answers as text lack it; {keeps}")
 
 
 # --- A team's models --------------------------------------------------------------------------------------------------
@@ -169,6 +261,8 @@ def check_models(names_flag, settings_flag, args, model=None, quantized=False, n
     weights, where these are not taken.
     """
     settings = getattr(args, settings_flag)
+    if model is not None:
+        check_given(model)
     if model is not None and settings:
         raise UserError(f"{flag_name(settings_flag)} has no effect on a model that is loaded")
     configs = []
@@ -179,12 +273,12 @@ def check_models(names_flag, settings_flag, args, model=None, quantized=False, n
             config = check_model(name, flag, args.trust_remote_code, settings, flag_name(settings_flag))
         else:
             config = model.config
-        is_quantized = "quantization_config" in settings or hasattr(config, "quantization_config")
-        if is_quantized and not quantized:
+        has_few_bits = "quantization_config" in settings or is_quantized(config)
+        if has_few_bits and not quantized:
             reason = "quantized weights can't learn; they are taken under adapters (--lora-rank)"
             raise UserError(f"{flag_name(names_flag)} {name}: {reason}")
         for flag in ("shard", "use_vllm"):
-            if is_quantized and getattr(args, flag):
+            if has_few_bits and getattr(args, flag):
                 raise UserError(f"{flag_name(flag)} takes a base that is not quantized")
         configs.append(config)
     return configs
@@ -196,7 +290,8 @@ def load_frozen(name, args, device, model=None):
         options = (args.dtype, args.attn_implementation, args.trust_remote_code, args.model_config)
         frozen = load_model(name, flag_name("model"), *options)
     else:
-        frozen = copy.deepcopy(model).eval().requires_grad_(False)
+        frozen = in_dtype(copy.deepcopy(model).eval().requires_grad_(False), getattr(torch, args.dtype))
+        make_savable(frozen, "model=")
     frozen.to(device)
     prepared = name if model is None else "the model"
     causal_lm.prepare(frozen, prepared, args.mixed_precision, args.static_cache)
@@ -235,6 +330,12 @@ def load_tokenizers(args, tokenizer=None, model=None):
             tokenizers[name] = load_tokenizer(name, flag, args.trust_remote_code, args.model_config)
         else:
             tokenizers[name] = add_padding(copy.deepcopy(tokenizer), flag)
+        tokenizers[name].template_date = args.template_date
+        try:
+            try_to_save(tokenizers[name])
+        except Exception as error:
+            label = f"{flag} {name}: its tokenizer" if tokenizer is None else "tokenizer="
+            raise UserError(f"{label} could not be saved: {one_line(error)}") from error
     return [tokenizers[name] for name in names]
 
 
@@ -255,7 +356,7 @@ def check_critics(initials, args):
         if num_critics == 1 and not hasattr(args, "use_separate_critic"):
             load_critic_tokenizer(tokenizer, name, args)
             continue
-        if size < len(tokenizer):
+        if size < min(len(tokenizer), initial.config.get_text_config().vocab_size):
             raise UserError(f"{flag} {name} knows {size} tokens, the actor's tokenizer has {len(tokenizer)}")
         room = getattr(config.get_text_config(), "max_position_embeddings", None)
         if room and initial.longest_prompt + args.max_new_tokens > room:

@@ -21,8 +21,9 @@ from transformers import AutoModel, get_constant_schedule_with_warmup, get_cosin
 
 from utils import distributed
 from utils.cli import flag_name
+from utils.distributed import say
 from utils.models import adapters, causal_lm, engine, loading, lora, sharding, stages
-from utils.models.transcripts import UNLIMITED, end_tokens
+from utils.models.transcripts import UNLIMITED, end_tokens, say_what_differs
 
 
 @dataclass
@@ -156,7 +157,7 @@ class Initial:
     def end_ids(self):
         """The tokens that end an answer."""
         policy = self.source.policy
-        return torch.tensor(end_tokens(policy.base, self.tokenizer), device=policy.device)
+        return torch.tensor(end_tokens(policy.base, self.tokenizer), dtype=torch.long, device=policy.device)
 
     @property
     def policy(self):
@@ -211,6 +212,9 @@ class Source:
             compile_model(model if adapter is None else model.get_base_model(), self.args)
             self.loaded = self.policy_of(model, adapter)
             self.loaded.to_be_sharded = self.args.shard
+            if not end_tokens(self.loaded.base, self.tokenizer):
+                length = f"each answer has --max-new-tokens, {self.args.max_new_tokens}"
+                say(f"{self.name} has no end token: {length}; eos_token of its tokenizer would be one")
         return self.loaded
 
     def policy_of(self, model, adapter=None, is_body=False):
@@ -272,6 +276,9 @@ def load(args, model=None, tokenizer=None):
         initials.append(Initial(sources[name], i, args))
     for initial in initials:
         loading.check_initial(initial, args)
+    if args.num_turns > 1:
+        for name, tokenizer in dict(zip(names, tokenizers)).items():
+            say_what_differs(tokenizer, name)
     loading.check_critics(initials, args)
     return initials
 

@@ -1,6 +1,8 @@
 """From chats to token ids and back: what an agent reads, rows padded on both sides, an answer's logits."""
 
+import math
 from dataclasses import dataclass
+from datetime import datetime
 
 import torch
 from transformers import (
@@ -12,18 +14,28 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from utils.cli import UserError
+from utils.cli import UserError, one_line
+from utils.distributed import say
 
 UNLIMITED = 2**31  # tokens of a context
+TEMPLATE_DATE = "2026-01-01"  # today, for chat templates that ask
+MOST_MARKS = 20  # that are tried
 
 # --- What an agent reads ----------------------------------------------------------------------------------------------
+
+
+def check_date(text):
+    """A date as YYYY-MM-DD, with a time or not. Raises ValueError."""
+    datetime.fromisoformat(text)
+    return text
 
 
 def encode(chat, before, agent):
     """Token ids that a transcript, whose ids so far are `before`, goes on with: of a prompt, or of what comes next.
 
-    `chat` is a string, or a list of messages. Later it is what the user says next: then the ids are the end of the
-    agent's last answer, where it was cut, the new messages, and the start of an answer. Raises UserError for no tokens.
+    `chat` is a string, or a list of messages. Later it is what the agent reads next: then the ids are the end of its
+    last answer, where it was cut, the new messages, and the start of an answer. Raises UserError for no tokens, for
+    tokens that the model does not know, and for messages that the chat template does not take.
     """
     if isinstance(chat, torch.Tensor | list) and len(chat) and isinstance(chat[0], int):
         ids = [*chat]
@@ -33,6 +45,7 @@ def encode(chat, before, agent):
         ids = encode_reply(readable(chat), before[-1], agent.tokenizer)
     if not before and not ids:
         raise UserError(f"a prompt has no tokens: {chat!r}")
+    check_known(ids, agent.tokenizer, getattr(getattr(agent, "actor", agent), "config", None))
     room = getattr(getattr(agent, "actor", None), "room", UNLIMITED)
     return ids[: max(0, room - len(before))]  # what the model has no positions for is not read
 
@@ -46,17 +59,22 @@ def readable(value):
     return [readable(own) for own in value] if isinstance(value, list | tuple) else value
 
 
+def check_known(ids, tokenizer, config):
+    """Raise UserError for an id that a model of this configuration has no embedding of."""
+    size = getattr(config and config.get_text_config(), "vocab_size", None)
+    if size and max(ids, default=0) >= size:
+        token = tokenizer.convert_ids_to_tokens(max(ids))
+        what = f"a text has the token {one_line(token, 40)}, number {max(ids)}, and the model knows {size} tokens"
+        raise UserError(f"{what}: resize its embeddings (resize_token_embeddings), or leave the token out")
+
+
 def encode_prompt(chat, tokenizer):
     """The ids of a first prompt: as the tokenizer has them, without an end token that it adds."""
     if isinstance(chat, str) or not tokenizer.chat_template:
-        ids = tokenizer(as_text(chat)).input_ids
-        plain = tokenizer(as_text(chat), add_special_tokens=False).input_ids
-        if len(ids) > len(plain) and ids[-1] == tokenizer.eos_token_id and plain[-1:] != [tokenizer.eos_token_id]:
-            ids = ids[:-1]
-        return ids
-    check_messages(chat)
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False).input_ids
+        encoded = tokenizer(as_text(chat), return_special_tokens_mask=True)
+        ids, is_added = encoded.input_ids, encoded.special_tokens_mask
+        return ids[:-1] if any(is_added[-1:]) and ids[-1] == tokenizer.eos_token_id else ids
+    return tokenizer(render(chat, tokenizer), add_special_tokens=False).input_ids
 
 
 def as_text(chat):
@@ -72,6 +90,32 @@ def check_messages(chat):
         raise TypeError(f"a prompt is a string, or a list of messages with role and content, got {chat!r:.80}")
 
 
+def render(chat, tokenizer, earlier=()):
+    """A chat after earlier messages by the tokenizer's template, up to the start of an answer; on a fixed date.
+
+    Raises UserError for a role that the template does not take.
+    """
+    check_messages(chat)
+    today = datetime.fromisoformat(getattr(tokenizer, "template_date", TEMPLATE_DATE))
+
+    def apply(messages):
+        options = {"tokenize": False, "add_generation_prompt": True, "strftime_now": today.strftime}
+        try:
+            return tokenizer.apply_chat_template([*earlier, *messages], **options)
+        except Exception as error:  # of the template's own, or of what it can't compute
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            refuses = f"the chat template refuses messages of the roles {one_line(roles, 80)}"
+            raise UserError(f"{refuses}: {one_line(error)}") from error
+
+    text = apply(chat)
+    for k, message in enumerate(chat):
+        if message.get("role") in ("user", "assistant"):
+            continue
+        if apply([*chat[:k], message | {"content": message["content"] + "?"}, *chat[k + 1 :]]) == text:
+            raise UserError(f"the chat template leaves out messages of the role {one_line(message.get('role'), 40)}")
+    return text
+
+
 def encode_reply(chat, last, tokenizer):
     """The ids between an answer, of which `last` is the last, and the next one.
 
@@ -82,12 +126,23 @@ def encode_reply(chat, last, tokenizer):
     mark = "ANSWER"  # stands for the earlier question and answer
     if not tokenizer.chat_template:
         return encode_after(mark, "\n\n" + as_text(messages), tokenizer)
-    while mark in tokenizer.chat_template or any(mark in message["content"] for message in messages):
-        mark += "R"
-    earlier = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
-    text = tokenizer.apply_chat_template(earlier + messages, tokenize=False, add_generation_prompt=True)
-    ids = encode_after(mark, text.split(mark, 2)[2], tokenizer)
+    ids = encode_after(mark, render_reply(messages, tokenizer), tokenizer)
     return ids[1:] if ids and ids[0] == last else ids
+
+
+def render_reply(messages, tokenizer):
+    """What the chat template writes after an answer, of messages that follow it.
+
+    Raises UserError where an answer is not in what it writes.
+    """
+    mark = "ANSWER"  # stands for the earlier question and answer; nothing else is to contain it
+    for _ in range(MOST_MARKS):
+        earlier = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
+        parts = render(messages, tokenizer, earlier).split(mark)
+        if len(parts) == 3 and not any(mark in message["content"] for message in messages):
+            return parts[2]
+        mark += "R"
+    raise UserError("the chat template does not write an answer as it is: it can't serve several turns")
 
 
 def encode_after(before, text, tokenizer):
@@ -96,11 +151,37 @@ def encode_after(before, text, tokenizer):
     return both[len(first) :] if both[: len(first)] == first else alone
 
 
+def say_what_differs(tokenizer, name):
+    """Say where the chat template writes earlier turns, in a whole chat, otherwise than transcripts have them."""
+    if not tokenizer.chat_template:
+        return
+    said = [{"role": "user", "content": "First?"}, {"role": "user", "content": "Then?"}]
+    for answer in ("One.", "<think>\nSo.\n</think>\n\nOne."):
+        earlier = [said[0], {"role": "assistant", "content": answer}]
+        try:
+            transcript = render(said[:1], tokenizer) + answer + render_reply(said[1:], tokenizer)
+            differs = render(said[1:], tokenizer, earlier) != transcript
+        except UserError as error:
+            return say(f"{name}: {error}")
+        if differs:
+            otherwise = f"its chat template writes earlier turns, such as the answer {answer!r}, otherwise later"
+            return say(f"{name}: {otherwise}; in transcripts they stay as they were read and written")
+
+
 def end_tokens(model, tokenizer):
     """The ids that end an answer: the tokenizer's and, of which there may be several, the model's own."""
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    return sorted(end for end in ends if end is not None)
+    size = getattr(model.config.get_text_config(), "vocab_size", math.inf)  # others are never sampled
+    return sorted(end for end in ends if end is not None and end < size)
+
+
+def decode(answers, agent, args):
+    """Sampled answers, lists of ids, as texts: without special tokens, or with all but the end token, by the flag."""
+    if not args.skip_special_tokens:
+        ends = {*agent.end_ids.tolist()}
+        answers = [answer[:-1] if answer and answer[-1] in ends else answer for answer in answers]
+    return agent.tokenizer.batch_decode(answers, skip_special_tokens=args.skip_special_tokens)
 
 
 # --- Rows of tensors --------------------------------------------------------------------------------------------------
@@ -182,6 +263,7 @@ def join_transcripts(agents, rollouts, critic, num_turns):
     """
     tokenizer = critic.critic.tokenizer
     encode_text = lambda text: tokenizer(readable(text), add_special_tokens=False).input_ids  # noqa: E731
+    end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     rows = []
     for b in range(len(rollouts[0].ids)):
         own_turns = [split_turns(rollout, b, agent) for agent, rollout in zip(agents, rollouts)]
@@ -190,11 +272,13 @@ def join_transcripts(agents, rollouts, critic, num_turns):
             acting = {i: turns[turn] for i, turns in enumerate(own_turns) if turn in turns}
             if not acting:
                 continue
-            read = encode_text("".join(f"Agent {i} reads:\n{each.observation}\n\n" for i, each in acting.items()))
+            read = "".join(f"Agent {i} reads:\n{each.observation}\n\n" for i, each in acting.items())
+            read = encode_text(read) if row.ids else encode_prompt(read, tokenizer)
             written = encode_text("".join(f"Agent {i} writes:\n{each.answer}\n\n" for i, each in acting.items()))
-            row.ids += [*read, tokenizer.eos_token_id or tokenizer.pad_token_id, *written]
+            row.ids += [*read, end, *written]
             row.turns += [0] * len(read) + [turn] + [0] * len(written)
         row.rewards += [0.0] * len(row.ids)
+        check_known(row.ids, tokenizer, critic.critic.config)
         rows.append(row)
     room = getattr(critic.critic.config.get_text_config(), "max_position_embeddings", None)
     longest = max([len(row.ids) for row in rows], default=0)
@@ -225,8 +309,8 @@ def logits_processors(agent, ids, args):
     processors = LogitsProcessorList()
     if args.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
-    if args.min_output_tokens:
-        ends = agent.end_ids.tolist()
+    ends = agent.end_ids.tolist() if args.min_output_tokens else []
+    if ends:  # else no answer ends early
         processors.append(MinNewTokensLengthLogitsProcessor(ids.shape[1], args.min_output_tokens, ends, ids.device))
     if args.top_k:
         processors.append(TopKLogitsWarper(args.top_k))

@@ -19,17 +19,22 @@ values. In a folder an agent has
 base.json tells the initial model from others: a run is not resumed with another one.
 """
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 
-from utils.cli import UserError
-from utils.distributed import is_main
+from safetensors import SafetensorError
+
+from utils.cli import UserError, describe
+from utils.distributed import is_main, say
 from utils.files import put, read_json
 from utils.models import adapters
-from utils.models.loading import loading
+from utils.models.loading import check_whole, loading
 from utils.models.sharding import share, whole_tensors
 from utils.models.tensors import BASE, HEAD, fingerprint, load_head, load_optimizer, save_optimizer, save_tensors
+
+WEIGHTS = "model.safetensors"
 
 
 def save_agents(folder, agents, checkpoint=False, with_optimizer=False, with_base=False):
@@ -58,7 +63,8 @@ def save_agents(folder, agents, checkpoint=False, with_optimizer=False, with_bas
                 save_optimizer(aside, optimizer, f"optimizer_{k}")
         if not is_main():
             continue
-        getattr(agent, main_role(agent)).tokenizer.save_pretrained(aside)
+        with beside_weights(aside):
+            getattr(agent, main_role(agent)).tokenizer.save_pretrained(aside)
         if hasattr(agent, "value_head"):
             save_tensors(agent.value_head.state_dict(), aside / HEAD)
         if checkpoint or has_adapters:
@@ -118,8 +124,26 @@ def fingerprint_of(policy):
 def save_model(model, path):
     """Write a model as a Hugging Face folder."""
     weights = whole_tensors(model.state_dict(keep_vars=True))
-    if is_main():
-        model.save_pretrained(path, state_dict=weights)
+    if not is_main():
+        return
+    is_saved = False
+    with beside_weights(path):
+        model.save_pretrained(path, state_dict=dict(weights))
+        is_saved = True
+    if not is_saved:
+        path.mkdir(parents=True, exist_ok=True)
+        save_tensors({name: x.clone() for name, x in weights.items()}, path / WEIGHTS)
+
+
+@contextlib.contextmanager
+def beside_weights(path):
+    """Within it what transformers refuses to write is said, and left out: no weights are lost for it."""
+    try:
+        yield
+    except (OSError, SafetensorError):  # the disk takes nothing
+        raise
+    except Exception as error:
+        say(f"{path} is written without what transformers does not save: {describe(error)}")
 
 
 def load_agents(folder, agents):
@@ -144,5 +168,6 @@ def load_weights(path, model, flag="--resume"):
     """Give a model the weights in a Hugging Face folder of its own kind. Raises UserError, which names the flag."""
     with loading(flag, path):
         saved = type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True)  # no pickles
+        check_whole(saved, "it")
         weights = model.state_dict()
         model.load_state_dict({name: share(x, weights[name]) for name, x in saved.state_dict().items()})

@@ -285,6 +285,7 @@ class Reader:
 
     def __init__(self, initial, limit):
         self.tokenizer = initial.tokenizer
+        self.config = initial.config
         self.prompt_limit = limit
 
     def encode(self, chat):

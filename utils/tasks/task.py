@@ -109,8 +109,7 @@ class Task:
     def external_transition(self, item, completions, history):
         """What the agents read next, N lists of new messages; None: the episode ends. Raises TaskError.
 
-        The task returns whole prompts: of a chat that goes on from the agent's last prompt what comes after it is new,
-        of any other chat all messages of the user.
+        The task returns whole prompts; `new_messages` says what of them is new.
         """
         if not hasattr(self.given, "external_transition"):
             return None
@@ -170,14 +169,23 @@ def given_prompts(own):
 
 
 def new_messages(earlier, prompt):
-    """The messages of a prompt that are new after an earlier one and the answer to it."""
+    """The messages of a prompt that are new after an earlier one and the answer to it.
+
+    Of a chat that goes on from there they are all that come after the answer, of any other chat all but the assistant's
+    and those, such as a system message, that stood in the earlier prompt and are not the user's. Raises ValueError
+    where there is none.
+    """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     goes_on = prompt != earlier and list(prompt[: len(earlier)]) == list(earlier)
-    new = prompt[len(earlier) :] if goes_on else prompt
-    new = [message for message in new if message["role"] == "user"]
-    if not new:
-        raise ValueError("its chat has no new message of the user")
+    if goes_on:
+        new = list(prompt[len(earlier) :])
+        new = new[1:] if new[0]["role"] == "assistant" else new
+    else:
+        others = [message for message in prompt if message["role"] != "assistant"]
+        new = [message for message in others if message["role"] == "user" or message not in list(earlier)]
+    if all(message["role"] == "assistant" for message in new):
+        raise ValueError("its chat has no new message for the agent")
     return new
 
 
