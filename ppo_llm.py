@@ -18,8 +18,8 @@ actor's A_t are less their mean, and divided by their standard deviation, or by 
 more. With --action-granularity turn an action is an answer, whose tokens all have its A; with --turn-level-clip rho,
 too, is the answer's: the product over its tokens.
 
-    python ppo_llm.py                                                      guess a number in at most six turns
-    python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72       two agents summarise, in one turn
+    python ppo_llm.py                                                                      guess a number
+    python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
     torchrun --nproc-per-node 2 ppo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
 
 Models stay in eval mode; --lora-dropout is on while learning. log pi is over the whole vocabulary, even if --top-k
@@ -84,7 +84,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
         "action_granularity=token", default="first_value"
     )
     gamma: Fraction = 1.0  # discount factor, from action to action
-    gae_lambda: Fraction = 0.95
+    gae_lambda: Fraction = 0.85  # 0.95 for long answers in one turn
     reward_normalization: bool = False  # divide rewards by the standard deviation of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
     advantage_normalization: bool = True  # centre and scale advantages over the rollout's actions

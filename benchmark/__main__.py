@@ -35,7 +35,10 @@ THIRD = "--num-train-epochs 1"
 TASKS = {"tldr": "", "number": "--num-turns 3 --max-new-tokens 4", "code": "--max-new-tokens 48"}
 NUMBER = {"number": "--max-new-tokens 4"}  # one turn
 ONE_TURN = TASKS | NUMBER
-TEAM = {"tldr": "--num-agents 2 --num-turns 1 --max-new-tokens 72", "number": f"--num-agents 2 {TASKS['number']}"}
+TEAM = {
+    "tldr": "--num-agents 2 --num-turns 1 --max-new-tokens 72 --gae-lambda 0.95",
+    "number": f"--num-agents 2 {TASKS['number']}",
+}
 TEAM |= {"code": f"--num-agents 2 --num-turns 1 {TASKS['code']}"}
 TLDR, GUESS = {"tldr": ""}, {"guess": ""}
 ALONE = {"code": f"--num-turns 1 {TASKS['code']}", "guess": "--train-size 1536"}  # one agent
