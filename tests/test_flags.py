@@ -88,7 +88,8 @@ ELSEWHERE = """
     reward_timeout model_config critic_model_config critic_model_name_or_path attn_implementation trust_remote_code
     static_cache shard gradient_checkpointing torch_compiler lora_config merge_adapters load_checkpoint load_optimizer
     keep_reference fresh_critic merge_lora_configs hf_generate_chunk_size use_vllm vllm_config micro_batch_size
-    template_date skip_special_tokens deterministic dtype calc_position_embeddings track wandb_project_name wandb_entity wandb_run_name wandb_tags
+    deterministic dtype calc_position_embeddings track wandb_project_name wandb_entity wandb_run_name wandb_tags
+    template_date skip_special_tokens
 """.split()  # which other tests change, or which are to change nothing
 
 
