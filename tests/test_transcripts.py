@@ -162,6 +162,22 @@ def test_a_teams_transcripts_are_one_text_turn_by_turn(agent):
         join_transcripts([agent, agent], rollouts, critic, 3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teams_critic_reads_from_the_first_tokens_that_its_tokenizer_adds(kind):
+    tokenizer = build(kind)
+    agent = SimpleNamespace(tokenizer=tokenizer, actor=SimpleNamespace(device="cpu"))
+    transcript = ippo_llm.Transcript()
+    transcript.extend(tokenizer("It.", add_special_tokens=False).input_ids)
+    transcript.extend([9], turn=1)
+    transcript.answers.append("(")
+    rollout = ippo_llm.Rollout(*pad_right([transcript], agent))
+    critic = SimpleNamespace(critic=SimpleNamespace(tokenizer=tokenizer, device="cpu", config=config_of(200)))
+    ids, _, turns = join_transcripts([agent], [rollout], critic, 1)
+    right = tokenizer("Agent 0 reads:\nIt.\n\n").input_ids
+    end = int(turns[0].argmax())
+    assert ids[0, : end + 1].tolist() == (right if kind in ("ends", "both") else [*right, 1])
+
+
 def config_of(positions):
     config = SimpleNamespace(max_position_embeddings=positions)
     config.get_text_config = lambda: config
