@@ -5,8 +5,8 @@ actor, or a model of its own (--use-separate-critic). As on CoMLRL's page there 
 of the policy loss; ppo_llm.py has both. For a token a_t that an agent samples after h_t, which is all that it has read
 and written before:
 
-    V(h_t)  = critic(h_t) + b_k                        k: the turn of a_t; b_k: mean of what episodes of the rollout
-                                                       earn from turn k on, undiscounted, without the KL penalty
+    V(h_t)  = critic(h_t) + b_k                        k: the turn of a_t; b_k: mean of what episodes in which it acts
+                                                       in turn k earn from then on, undiscounted, without KL penalty
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next sampled token; V = 0 after the last
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     actor     maximises  mean of  log pi(a_t|h_t) A_t + beta H(pi(.|h_t))     over the sampled tokens of a mini-batch
@@ -151,7 +151,7 @@ class Agent:
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
-        self.state = {"std": 0.0}  # the last divisor of rewards; it is saved
+        self.state = {"std": 0.0}  # the last s, saved with the run
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -160,8 +160,9 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has reset and step. Who observes nothing does not act:
-    where agents act one after the other, step returns [{}, {b: chat}], and agent 1 acts next.
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
+    it. One after the other: reset returns [{b: chat}, {}]; step gets [{b: answer}, {}] and returns [{}, {b: chat}],
+    [{b: 1.0}, {b: -1.0}], set(): agent 1 acts next, and rewards are opposite.
     """
 
     def __init__(self, task, items, args):
@@ -286,8 +287,8 @@ def play(agents, task, items, args, generator):
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
                     own[b].extend(models.encode(chat, own[b].ids, agent))  # an answer that was cut is ended first
-                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
-                        truncated.add(b)  # then its agents read what they observe, and do not act any more
+                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
+                        truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
@@ -309,6 +310,7 @@ def play(agents, task, items, args, generator):
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
+    # pad_right returns the fields of a Rollout; turns and rewards are 0 on padding
     return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 

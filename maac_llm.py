@@ -4,24 +4,22 @@ Each agent has its own actor. The team has one critic, a model of its own. As in
 and no clipping of the policy loss; ppo_llm.py has both. t is a turn; h_t is all that the agents have read and written
 before they answer in it, which the critic reads. An actor reads its own part of it, h_t^i, and answers with a_t^i:
 
-    V(h_t)  = critic(h_t) + b_t                        b_t: mean of what the rollout's episodes earn from turn t on,
-                                                       undiscounted, without the KL penalty
-    A_t     = r_t + gamma V(h_{t+1}) - V(h_t)          the TD error, the same for all agents; V = 0 after the last turn
+    V(h_t)  = critic(h_t) + b_t                        b_t: mean of what episodes earn from turn t on, undiscounted, no KL
+    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  TD error, the same for all agents; V = 0 after the last turn
     actor i   maximises  mean of  log pi(a_t^i|h_t^i) A_t  over the turns of a mini-batch, log pi the sum of the tokens'
                          + beta H, the mean over the sampled tokens
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2
 
 r_t is the mean of what the agents earn in turn t (opposite rewards cancel), divided by the standard deviation s of
 episode returns, or by 0.98 of the last s if that is more, less kl_coef (log pi - log pi_ref) of the turn's tokens.
-Actors have (A_t - mean) / (std + 0.3), so that small differences, which are mostly noise, stay small. V_old is V before
-the update, also in A_t; H the entropy, beta --entropy-coef.
+Actors have (A_t - mean) / (std + 0.3), so that small differences, which are mostly noise, stay small. beta is
+--entropy-coef, H the entropy, V_old V before the update.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
 
 Models stay in eval mode, without dropout. log pi is over the whole vocabulary, even if --top-k truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
-
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
 """
@@ -148,7 +146,7 @@ class Critic:
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # [n, D] to [n]; starts at 0
-        self.state = {"std": 0.0}  # the last divisor of rewards; it is saved
+        self.state = {"std": 0.0}  # the last s, saved with the run
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
@@ -159,8 +157,9 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has reset and step. Who observes nothing does not act:
-    where agents act one after the other, step returns [{}, {b: chat}], and agent 1 acts next.
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
+    it. One after the other: reset returns [{b: chat}, {}]; step gets [{b: answer}, {}] and returns [{}, {b: chat}],
+    [{b: 1.0}, {b: -1.0}], set(): agent 1 acts next, and rewards are opposite.
     """
 
     def __init__(self, task, items, args):
@@ -285,8 +284,8 @@ def play(agents, task, items, args, generator):
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
                     own[b].extend(models.encode(chat, own[b].ids, agent))  # an answer that was cut is ended first
-                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
-                        truncated.add(b)  # then its agents read what they observe, and do not act any more
+                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
+                        truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
@@ -308,6 +307,7 @@ def play(agents, task, items, args, generator):
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
+    # pad_right returns the fields of a Rollout; turns and rewards are 0 on padding
     return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 

@@ -145,8 +145,9 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
-    An environment of your own (--env FILE.py, a class TeamEnv) has reset and step. Who observes nothing does not act:
-    where agents act one after the other, step returns [{}, {b: chat}], and agent 1 acts next.
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
+    it. One after the other: reset returns [{b: chat}, {}]; step gets [{b: answer}, {}] and returns [{}, {b: chat}],
+    [{b: 1.0}, {b: -1.0}], set(): agent 1 acts next, and rewards are opposite.
     """
 
     def __init__(self, task, items, args):
@@ -271,8 +272,8 @@ def play(agents, task, items, args, generator):
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
                     own[b].extend(models.encode(chat, own[b].ids, agent))  # an answer that was cut is ended first
-                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
-                        truncated.add(b)  # then its agents read what they observe, and do not act any more
+                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
+                        truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
@@ -294,6 +295,7 @@ def play(agents, task, items, args, generator):
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
+    # pad_right returns the fields of a Rollout; turns and rewards are 0 on padding
     return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
