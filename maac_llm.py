@@ -4,7 +4,7 @@ Each agent has its own actor. The team has one critic, a model of its own. As in
 and no clipping of the policy loss; ppo_llm.py has both. t is a turn; h_t is all that the agents have read and written
 before they answer in it, which the critic reads. An actor reads its own part of it, h_t^i, and answers with a_t^i:
 
-    V(h_t)  = critic(h_t) + b_t                        b_t: mean of what episodes earn from turn t on, undiscounted, no KL
+    V(h_t)  = critic(h_t) + b_t                        b_t: mean of what episodes earn from turn t on (no KL penalty)
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  TD error, the same for all agents; V = 0 after the last turn
     actor i   maximises  mean of  log pi(a_t^i|h_t^i) A_t  over the turns of a mini-batch, log pi the sum of the tokens'
                          + beta H, the mean over the sampled tokens
