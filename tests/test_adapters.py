@@ -222,7 +222,7 @@ def tie(base):
 
 APART = {
     "a flag": (lambda base: base, {"merge_adapters": False}),
-    "a base in bfloat16": (lambda base: base.bfloat16(), {}),
+    "a base in bfloat16": (lambda base: base, {"dtype": "bfloat16"}),
     "passes in bfloat16": (lambda base: base, {"mixed_precision": "bf16"}),
     "DoRA": (lambda base: base, {"lora_config": '{"use_dora": true, "target_modules": ["q_proj"]}'}),
     "a weight that two layers have": (tie, {}),

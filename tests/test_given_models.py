@@ -209,6 +209,25 @@ def test_what_can_not_be_saved_at_all_is_found_before_training(tokenizer, tmp_pa
         make_team(build_model(tokenizer), own, lora_rank=0)
 
 
+def test_what_fails_at_a_checkpoint_loses_no_agents(monkeypatch, tmp_path):
+    """Such as a state that is no JSON value."""
+    trained = []
+
+    class Agent(ippo_llm.Agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.state["more"] = object()
+            trained.append(self)
+
+    monkeypatch.setattr(ippo_llm, "Agent", Agent)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        train("ippo", folder=tmp_path / "run", save_interval=2)
+    for i, agent in enumerate(trained):
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / f"run/agent_{i}")
+        assert torch.equal(read(IDS).logits, agent.actor.model(IDS).logits)
+        assert not torch.equal(read(IDS).logits, agent.reference.model(IDS).logits)
+
+
 @pytest.mark.parametrize("owner", [PreTrainedModel, PreTrainedTokenizerBase])
 def test_what_fails_at_a_save_loses_no_weights(owner, monkeypatch, tmp_path, capsys):
     def refuse(*_, **__):

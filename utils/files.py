@@ -31,6 +31,17 @@ def writing(folder):
         raise WriteError(f"{folder} can't be written: {one_line(error)}") from error
 
 
+@contextlib.contextmanager
+def disk_errors():
+    """Within it, what the tokenizers package raises where a disk takes nothing is an OSError, as of anybody else."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is Exception and "(os error " in str(error):
+            raise OSError(str(error)) from error
+        raise
+
+
 def write_whole(path, text):
     """Write a file aside, then rename it: it is never half there."""
     aside = path.with_name(path.name + ".writing")

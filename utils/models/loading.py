@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from utils.cli import UserError, flag_name, one_line, write_settings
 from utils.distributed import say
+from utils.files import disk_errors
 from utils.models import causal_lm
 
 
@@ -218,8 +219,8 @@ def make_savable(model, label):
 
 
 def try_to_save(thing, **options):
-    """Write a tokenizer, or a model without its weights, to where it is removed at once."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Write a tokenizer, or a model without its weights, to where it is removed at once; a full disk is no failure."""
+    with contextlib.suppress(OSError), disk_errors(), tempfile.TemporaryDirectory() as folder:
         thing.save_pretrained(folder, **options)
 
 

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 
 from utils.cli import UserError, describe
 from utils.distributed import is_main, say
-from utils.files import put, read_json
+from utils.files import disk_errors, put, read_json
 from utils.models import adapters
 from utils.models.loading import check_whole, loading
 from utils.models.sharding import share, whole_tensors
@@ -139,8 +139,9 @@ def save_model(model, path):
 def beside_weights(path):
     """Within it what transformers refuses to write is said, and left out: no weights are lost for it."""
     try:
-        yield
-    except (OSError, SafetensorError):  # the disk takes nothing
+        with disk_errors():
+            yield
+    except (OSError, SafetensorError):
         raise
     except Exception as error:
         say(f"{path} is written without what transformers does not save: {describe(error)}")

@@ -363,15 +363,20 @@ class Run:
             self.kept.exchange()
         is_together = error is None or isinstance(error, (Stopped, distributed.NotFinite))  # all processes are here
         can_write = not isinstance(error, WriteError)
-        if self.saved_step < self.step and can_write and (is_together or distributed.world_size() == 1):
-            self.checkpoint()
-        is_whole = is_together or not self.args.shard  # without the others there is no whole agent
-        has_learned = error is None or self.step > 0
-        if can_write and is_whole and has_learned and (distributed.is_main() or self.args.shard):
-            has_adapters = getattr(self.agents[0].actor, "adapter", None) is not None
-            with_optimizer = has_adapters and self.args.save_optimizer
-            with clock.timed("log, save"), writing(self.folder):
-                save_agents(self.folder, self.agents, with_optimizer=with_optimizer, with_base=self.args.save_base)
+        try:
+            if self.saved_step < self.step and can_write and (is_together or distributed.world_size() == 1):
+                self.checkpoint()
+        except WriteError:
+            can_write = False
+            raise
+        finally:  # whatever else ends a checkpoint, the agents are not lost
+            is_whole = is_together or not self.args.shard  # without the others there is no whole agent
+            has_learned = error is None or self.step > 0
+            if can_write and is_whole and has_learned and (distributed.is_main() or self.args.shard):
+                has_adapters = getattr(self.agents[0].actor, "adapter", None) is not None
+                with_optimizer = has_adapters and self.args.save_optimizer
+                with clock.timed("log, save"), writing(self.folder):
+                    save_agents(self.folder, self.agents, with_optimizer=with_optimizer, with_base=self.args.save_base)
         if distributed.is_main():
             self.show(error)
         saved = self.how_to_go_on() if self.saved_step else None
