@@ -80,7 +80,7 @@ def check_code(run, saved, flags):
     """Raise UserError where a run's folder, which may be a stranger's, asks for code that the user has not named."""
     for name, built_in in (("task", BUILT_IN), ("env", envs.BUILT_IN)):
         there = saved.get(name)
-        if name not in flags and there is not None and there not in built_in:
+        if name not in flags and there is not None and there not in built_in and not envs.of_library(there):
             code = f"the code in {one_line(Path(str(there)).name, 80)}"
             raise UserError(f"{run} takes {code}: add --{name} FILE.py, if you trust it, and that is run")
     data = saved.get("dataset")

@@ -37,6 +37,7 @@ from utils.tasks.calls import A_NUMBER, call, check_prompt, check_together, in_r
 from utils.timers import time_limit
 
 BUILT_IN = ("grid", "guess", "probe")
+LIBRARIES = ("open_spiel", "textarena")  # whose games of several seats are named LIBRARY:GAME; see docs/games.md
 MADE_GAMES = 4800  # to train on, without --train-size
 MOST_GAMES = 500_000  # of one seed to train on, and to hold out
 OF_TASKS = ("reward_func", "reward_fn", "formatters", "conversation_template", "train_dataset")
@@ -54,10 +55,14 @@ def load_env(env, args):
     """(its module, what makes an environment of N players: f(task, items, args)) of a game. Raises UserError.
 
     `env` is a module, the name of one here, or a FILE.py, each with a class `TeamEnv` or `Env`, or a function `make`;
-    or MODULE:CALLABLE, where the module may lie in the working folder; or such a function or class itself. A game of
-    one player is made and closed once, to check.
+    or LIBRARY:GAME; or MODULE:CALLABLE, where the module may lie in the working folder; or such a function or class
+    itself. A game of one player is made and closed once, to check.
     """
     label = label_of(env)
+    if of_library(env):
+        library, _, name = env.partition(":")
+        game = importlib.import_module(f"utils.envs.{library}").load(name, args)
+        return game, guarded(game.make_env, label)
     module, name = find(env, label)
     factory = getattr(module, name)
     if not callable(factory):
@@ -76,6 +81,11 @@ def load_env(env, args):
     optimum = getattr(module, "optimum", None)
     game = SimpleNamespace(**({"optimum": optimum} if callable(optimum) else {}))
     return game, functools.partial(Games, factory)
+
+
+def of_library(env):
+    """Whether it names a game of a library."""
+    return isinstance(env, str) and env.partition(":")[0] in LIBRARIES
 
 
 def game_seeds(args, least, train_dataset=None, eval_dataset=None):
@@ -142,7 +152,8 @@ def find(env, label):
         with blame(label, f"{path} can't be imported"):
             module = importlib.import_module(path)
     else:
-        raise UserError(f"{label}: there is none; --env takes {', '.join(BUILT_IN)}, FILE.py or MODULE:CALLABLE")
+        games = f"{', '.join(BUILT_IN)}, {':GAME, '.join(LIBRARIES)}:GAME"
+        raise UserError(f"{label}: there is none; --env takes {games}, FILE.py or MODULE:CALLABLE")
     for name in names:
         if hasattr(module, name):
             return module, name

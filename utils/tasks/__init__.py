@@ -49,7 +49,7 @@ class TaskArgs:
     """The task and its items."""
 
     task: str | None = None  # arxiv, build, code, number, probe, reasoning, tldr or your FILE.py; none: the default
-    env: str | None = None  # a game in place of a task: grid, guess, probe, FILE.py or MODULE:CALLABLE
+    env: str | None = None  # a game in place of a task: grid, guess, probe, LIBRARY:GAME, FILE.py or MODULE:CALLABLE
     dataset: str | None = None  # data in place of the task's own: a hub dataset's NAME or NAME:CONFIG, a folder, a file
     train_size: PositiveInt | None = None  # items to train on; none: all of --dataset, or 1536 of a task's own
     eval_size: PositiveInt = 64  # held-out items

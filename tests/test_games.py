@@ -1,0 +1,175 @@
+"""Games of several seats by name: what seats read, what they earn, illegal answers, reproducible runs, bad input."""
+
+import random
+import sys
+
+import pytest
+
+import ippo_llm
+import magrpo_llm
+import ppo_llm
+from utils import tasks
+from utils.cli import UserError
+from utils.same import timeless
+
+pyspiel = pytest.importorskip("pyspiel")
+
+SMALL = {"rollout_buffer_size": 4, "mini_batch_size": 4, "max_episodes": 8, "eval_size": 4, "max_new_tokens": 2}
+
+
+def load(name, **flags):
+    args = ppo_llm.Args(env=name, **({"num_agents": 2, "num_turns": 9} | flags))
+    return tasks.load_task(None, args, default=ppo_llm), args
+
+
+def play(name, answer, num_matches=20, **flags):
+    """Play with answer(seat, text) for every move: what was read, [(b, seat, text)], rewards of B seats, the task."""
+    task, args = load(name, **flags)
+    items = [{"seed": seed} for seed in range(num_matches)]
+    env = task.TeamEnv(task, items, args)
+    observations = env.reset()
+    read, totals = [], [[0.0] * args.num_agents for _ in items]
+    while any(observations):
+        actions = [{} for _ in observations]
+        for seat, own in enumerate(observations):
+            for b, chat in own.items():
+                read.append((b, seat, chat[-1]["content"]))
+                actions[seat][b] = answer(seat, chat[-1]["content"])
+        observations, rewards, cut_short = env.step(actions)
+        for seat, own in enumerate(rewards):
+            for b, reward in own.items():
+                totals[b][seat] += reward
+        observations = [{b: chat for b, chat in own.items() if b not in cut_short} for own in observations]
+    return read, totals, task.extra_metrics([], items)
+
+
+# --- OpenSpiel --------------------------------------------------------------------------------------------------------
+
+
+def test_a_seat_reads_its_own_card_and_moves_only():
+    read, totals, metrics = play("open_spiel:kuhn_poker", lambda seat, text: "2", num_matches=60)
+    texts = {text for _, seat, text in read if seat == 1}
+    assert texts == {f"You are player 1.\n{card}b\n1 Pass, 2 Bet\nSay a number." for card in range(3)}
+    assert {tuple(sorted(own)) for own in totals} == {(-2.0, 2.0)} and metrics == {"illegal_rate": 0.0}
+    cards = [next(text.split("\n")[1][0] for b, own, text in read if (b, own) == (k, 0)) for k in range(60)]
+    assert {*cards} == {"0", "1", "2"}  # dealt by the seed
+    assert play("open_spiel:kuhn_poker", lambda seat, text: "2", num_matches=60)[:2] == (read, totals)
+
+
+def test_an_illegal_answer_costs_its_seat_and_the_match_goes_on():
+    read, totals, metrics = play("open_spiel:kuhn_poker", lambda seat, text: "2" if seat else "three")
+    for b, (first, second) in enumerate(totals):
+        num_moves = sum((episode, seat) == (b, 0) for episode, seat, _ in read)
+        assert first + num_moves == -second and abs(second) in (1, 2)
+    num_illegal = sum(seat == 0 for _, seat, _ in read)
+    assert metrics["illegal_rate"] == pytest.approx(num_illegal / len(read))
+    assert play("open_spiel:kuhn_poker", lambda seat, text: "2" if seat else "three")[1] == totals
+
+
+@pytest.mark.parametrize("name", ["leduc_poker", "tiny_hanabi", "tic_tac_toe", "matrix_rps", "goofspiel(num_cards=3)"])
+def test_matches_of_random_answers_end_with_what_the_game_pays(name):
+    rng = random.Random(1)
+    game = pyspiel.load_game(name)
+    _, totals, _ = play(f"open_spiel:{name}", lambda seat, text: str(rng.randint(1, 2)))
+    lowest = game.min_utility() - 9  # 1 for each illegal answer
+    assert all(lowest <= reward <= game.max_utility() for own in totals for reward in own)
+
+
+def test_what_is_chosen_at_once_is_not_seen():
+    for first in "13":
+        read, totals, _ = play("open_spiel:matrix_rps", lambda seat, text, first=first: "1" if seat else first)
+        assert len({text for _, seat, text in read if seat == 1}) == 1
+        assert totals[0] == ([0.0, 0.0] if first == "1" else [-1.0, 1.0])  # scissors lose against rock
+
+
+def test_a_match_that_is_too_long_is_cut_short():
+    read, totals, _ = play("open_spiel:tic_tac_toe", lambda seat, text: "1", num_turns=2)
+    assert totals == [[0.0, 0.0]] * 20 and len(read) == 20 * 2
+
+
+def test_chance_of_the_games_own_is_drawn_from_the_seed():
+    first, second = (play("open_spiel:negotiation", lambda seat, text: "1", num_matches=3) for _ in range(2))
+    assert first == second and len({text for _, _, text in first[0]}) > 6
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("open_spiel:no_such_game", "OpenSpiel has no game of that name"),
+        ("open_spiel:2048", "it has 1 seat, and takes two or more"),
+        ("open_spiel:kuhn_poker(players=3)", "has 3 seats: it takes --num-agents 3, got 2"),
+        ("open_spiel:kuhn_poker(players=30)", "num_players"),
+        ("open_spiel:kuhn_poker(cards=3)", "Unknown parameter"),
+    ],
+)
+def test_a_wrong_name_is_a_line(name, message):
+    with pytest.raises(UserError, match="^--env open_spiel") as error:
+        load(name)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("library, module", [("open_spiel", "pyspiel"), ("textarena", "textarena")])
+def test_a_missing_package_is_a_line(monkeypatch, library, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=f"takes a package that is not there: pip install {library}=="):
+        load(f"{library}:kuhn_poker")
+
+
+# --- TextArena --------------------------------------------------------------------------------------------------------
+
+
+def test_tic_tac_toe_of_textarena_ends_with_a_winner_and_leaves_the_random_state():
+    pytest.importorskip("textarena")
+    state = random.getstate()
+    lines = {0: iter("048"), 1: iter("12")}
+    read, totals, metrics = play("textarena:TicTacToe-v0", lambda seat, text: next(lines[seat]), num_matches=1)
+    assert totals == [[1.0, -1.0]] and metrics == {"illegal_rate": 0.0} and len(read) == 5
+    assert read[0][2].startswith("You are Player 0") and read[1][2].startswith("You are Player 1")
+    assert "You are Player" not in read[2][2] and "4" in read[3][2]  # each reads what is new
+    assert random.getstate() == state
+
+
+def test_the_second_illegal_answer_loses_in_textarena():
+    pytest.importorskip("textarena")
+    read, totals, metrics = play("textarena:TicTacToe-v0", lambda seat, text: "nine", num_matches=2)
+    assert totals == [[-1.0, 1.0]] * 2 and metrics == {"illegal_rate": 1.0} and "invalid move" in read[2][2]
+
+
+def test_matches_of_textarena_are_dealt_by_the_seed():
+    pytest.importorskip("textarena")
+    first, second = (play("textarena:SimpleNegotiation-v0", lambda seat, text: "[Deny]", 3) for _ in range(2))
+    assert first == second and len({text for _, seat, text in first[0] if "resources" in text}) == 6
+
+
+@pytest.mark.parametrize(
+    "name, num_agents, message",
+    [
+        ("Chequers-v0", 2, "TextArena has no game of that name"),
+        ("2048-v0", 2, "does not start with --num-agents 2"),
+        ("TicTacToe-v0", 3, "does not start with --num-agents 3"),
+        ("TicTacToe-v0", 1, "it takes --num-agents 2, got 1"),
+    ],
+)
+def test_a_wrong_name_of_textarena_is_a_line(name, num_agents, message):
+    pytest.importorskip("textarena")
+    with pytest.raises(UserError, match="^--env textarena") as error:
+        load(f"textarena:{name}", num_agents=num_agents)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [ippo_llm, magrpo_llm, ppo_llm])
+def test_scripts_play_it_and_the_same_again(tmp_path, script):
+    def train(folder):
+        args = script.Args(
+            **SMALL, env="open_spiel:kuhn_poker", num_agents=2, num_turns=3, output_dir=str(tmp_path / folder)
+        )
+        return script.main(args)[1]
+
+    run = train("one")
+    assert run.step == 2 and 0 < run.rows[0]["illegal_rate"] <= 1
+    assert {"agent_0/reward_mean", "agent_1/reward_mean"} <= run.rows[0].keys()
+    train("two")
+    assert timeless(tmp_path / "one") == timeless(tmp_path / "two")

@@ -1,0 +1,82 @@
+"""Games of N seats that move one after the other, as an environment of N players.
+
+A library's games become such an environment by a subclass of Game. Its begin(seed) gives a match, with
+
+    seat: whose move it is; None: the match is over
+    text(seat) -> what that seat reads
+    move(answer) -> whether the answer of the seat whose move it is was legal; it moves in any case
+    returns() -> what each seat has earned so far
+"""
+
+from utils.cli import UserError
+
+
+class Game:
+    """A game by name, and how many of its last answers were illegal."""
+
+    illegal_cost = 0.0  # what an illegal answer takes from its seat, beside what the game itself says
+
+    def __init__(self, num_seats):
+        self.num_seats = num_seats
+        self.counts = {}  # {seed: [illegal answers, answers]} of the newest matches of that seed
+
+    def begin(self, seed):
+        raise NotImplementedError
+
+    def make_env(self, task, items, args):
+        return Seats(self, items, args)
+
+    def metrics_callback(self, rollouts, items):
+        """The share of illegal answers in the matches of these items."""
+        illegal, answers = map(sum, zip(*(self.counts[seed] for seed in {item["seed"] for item in items})))
+        return {"illegal_rate": illegal / max(1, answers)}
+
+
+class Seats:
+    """B matches. A match that --num-turns ends is cut short: every seat reads how it stands."""
+
+    def __init__(self, game, items, args):
+        self.game = game
+        self.seeds = [item["seed"] for item in items]
+        self.num_turns = args.num_turns
+        self.turn = 0
+
+    def reset(self):
+        self.matches = [self.game.begin(seed) for seed in self.seeds]
+        self.game.counts |= {seed: [0, 0] for seed in self.seeds}
+        return self.observe(range(len(self.seeds)), set())
+
+    def observe(self, episodes, cut_short):
+        observations = [{} for _ in range(self.game.num_seats)]
+        for b in episodes:
+            match = self.matches[b]
+            for seat, own in enumerate(observations):
+                if seat == match.seat or b in cut_short:
+                    own[b] = [{"role": "user", "content": match.text(seat)}]
+        return observations
+
+    def step(self, actions):
+        self.turn += 1
+        rewards = [{} for _ in actions]
+        moved = [(b, seat, answer) for seat, own in enumerate(actions) for b, answer in own.items()]
+        for b, seat, answer in moved:
+            match = self.matches[b]
+            before = match.returns()
+            is_illegal = not match.move(answer)
+            for own, old, new in zip(rewards, before, match.returns()):
+                own[b] = new - old
+            rewards[seat][b] -= self.game.illegal_cost * is_illegal
+            count = self.game.counts[self.seeds[b]]
+            count[0] += is_illegal
+            count[1] += 1
+        is_last = self.turn == self.num_turns
+        cut_short = {b for b, _, _ in moved if is_last and self.matches[b].seat is not None}
+        return self.observe([b for b, _, _ in moved], cut_short), rewards, cut_short
+
+
+def check_seats(label, num_seats, args):
+    """Raise UserError where there is not an agent for each seat."""
+    if num_seats < 2:
+        raise UserError(f"{label}: it has {num_seats} seat, and takes two or more to be a game of several")
+    if args.num_agents != num_seats:
+        raise UserError(f"{label} has {num_seats} seats: it takes --num-agents {num_seats}, got {args.num_agents}")

@@ -1,0 +1,88 @@
+"""TextArena's games by name, for teams: --env textarena:TicTacToe-v0, textarena:SimpleNegotiation-v0.
+
+A seat reads what the game has told it since its last move, without its own answers, which it has. Where the game's own
+wrappers put an answer into brackets, so is it here. What an illegal answer costs is the game's: mostly it may answer
+once more, and then loses. TextArena draws from Python's own generator, which each match has for itself, by its seed.
+"""
+
+import contextlib
+import random
+
+from utils.cli import UserError, describe
+from utils.envs.seats import Game, check_seats
+
+PIN = "textarena==0.7.4"
+
+
+def load(name, args):
+    """The game of that name. Raises UserError."""
+    label = f"--env textarena:{name}"
+    try:
+        import textarena
+        from textarena.envs.registration import ENV_REGISTRY
+    except ImportError as error:
+        raise UserError(f"{label} takes a package that is not there: pip install {PIN}") from error
+    if name not in ENV_REGISTRY or f"{name}-raw" not in ENV_REGISTRY:
+        raise UserError(f"{label}: TextArena has no game of that name, such as TicTacToe-v0")
+    check_seats(label, max(2, args.num_agents), args)
+    wrappers = ENV_REGISTRY[name].default_wrappers or []
+    game = TextArena(textarena, name, args.num_agents, textarena.wrappers.ActionFormattingWrapper in wrappers)
+    try:
+        game.begin(0)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{label} does not start with --num-agents {args.num_agents}: {describe(error)}") from error
+    return game
+
+
+class TextArena(Game):
+    def __init__(self, textarena, name, num_seats, in_brackets):
+        super().__init__(num_seats)
+        self.textarena = textarena
+        self.name = name
+        self.in_brackets = in_brackets
+
+    def begin(self, seed):
+        return Match(self.textarena.make(f"{self.name}-raw"), self.num_seats, self.in_brackets, seed)
+
+
+class Match:
+    def __init__(self, env, num_seats, in_brackets, seed):
+        self.env = env
+        self.num_seats = num_seats
+        self.in_brackets = in_brackets
+        self.random_state = random.Random(seed).getstate()
+        with self.own_random():
+            env.reset(num_players=num_seats, seed=seed)
+
+    @contextlib.contextmanager
+    def own_random(self):
+        """Within it Python's own generator is the match's."""
+        before = random.getstate()
+        random.setstate(self.random_state)
+        try:
+            yield
+        finally:
+            self.random_state = random.getstate()
+            random.setstate(before)
+
+    @property
+    def seat(self):
+        return None if self.env.state.done else self.env.state.current_player_id
+
+    def text(self, seat):
+        told = self.env.state.observations[seat]
+        self.env.state.observations[seat] = []
+        return "\n".join(message for sender, message, _ in told if sender != seat) or "It is your move."
+
+    def move(self, answer):
+        seat = self.seat
+        if self.in_brackets and "[" not in answer:
+            answer = f"[{answer.strip()}]"
+        with self.own_random():
+            self.env.step(answer)
+        state = self.env.state
+        return not (getattr(state, "error_count", 0) or state.game_info[seat].get("invalid_move"))
+
+    def returns(self):
+        earned = self.env.state.rewards or {}
+        return [float(earned.get(seat, 0.0)) for seat in range(self.num_seats)]
