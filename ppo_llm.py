@@ -57,6 +57,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     seed: NonNegativeInt = 1  # the same seed gives the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder or hub name of the initial models: one for all, or one each
     num_agents: PositiveInt = 1
+    self_play: bool = False  # one agent in all --num-agents seats, which learns from all their transcripts
     use_separate_critic: bool = True  # a critic has adapters, or a model, of its own; else a value head on the actor
     lora_rank: NonNegativeInt = 16  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     use_separate_reference_adapter: bool = True  # the reference has adapters of its own; else it is the initial model
@@ -97,6 +98,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0
+    entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # to which it goes as a line over the run
     value_loss_coef: NonNegativeFloat = 0.5
     actor_learning_rate: NonNegativeFloat = 3e-3
     critic_learning_rate: NonNegativeFloat = 3e-3  # of critics and value heads
@@ -169,6 +171,7 @@ class Agent:
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
         self.state = {"std": 0.0}  # the last divisor of advantages
+        self.num_updates = num_updates
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -447,6 +450,9 @@ def learn(agent, rollout, args, generator):
     advantages = advantages.gather(1, start)  # each token has that of its action
 
     # 6. Optimiser steps
+    entropy_coef = args.entropy_coef
+    if args.entropy_coef_end is not None:
+        entropy_coef += (args.entropy_coef_end - entropy_coef) * agent.schedules[0].last_epoch / agent.num_updates
     ratio_mask = action_mask if args.turn_level_clip else mask
     losses = []
     for _ in range(args.update_epochs):
@@ -479,7 +485,7 @@ def learn(agent, rollout, args, generator):
                 error = torch.max((values - returns[rows]) ** 2, (clipped_values - returns[rows]) ** 2)
                 value_loss = 0.5 * (error * action_mask[rows]).sum() / num_actions
 
-                loss = policy_loss + args.kl_loss_coef * kl_loss - args.entropy_coef * mean_entropy
+                loss = policy_loss + args.kl_loss_coef * kl_loss - entropy_coef * mean_entropy
                 loss = loss + args.value_loss_coef * value_loss
                 loss.backward()  # gradients of micro-batches add up
                 losses.append(torch.stack([policy_loss, value_loss, mean_entropy, kl_loss, clip_fraction]).detach())
@@ -537,16 +543,18 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     set_seed(args.seed)
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
+    players = agents * (args.num_agents // len(agents))  # --self-play: one agent has all seats
 
     with run.start(agents, generator):  # resumes, and saves however the run ends
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
-            rollouts = play(agents, task, items, args, generator)
-            metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
+            rollouts = play(players, task, items, args, generator)
+            learned = zip(agents, models.join_rollouts(agents, rollouts))
+            metrics = [learn(agent, rollout, args, generator) for agent, rollout in learned]
             for agent in agents:
                 if args.reference_update_interval and (update + 1) % args.reference_update_interval == 0:
                     agent.reference.copy_from(agent.actor)
-            eval_reward = evaluate(agents, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
+            eval_reward = evaluate(players, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
             run.log(items, rollouts, metrics, eval_reward)
     return agents, run
 

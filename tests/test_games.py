@@ -1,15 +1,19 @@
 """Games of several seats by name: what seats read, what they earn, illegal answers, reproducible runs, bad input."""
 
+import json
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import ippo_llm
 import magrpo_llm
 import ppo_llm
-from utils import tasks
+from utils import models, tasks
 from utils.cli import UserError
+from utils.enjoy import show
 from utils.same import timeless
 
 pyspiel = pytest.importorskip("pyspiel")
@@ -158,6 +162,61 @@ def test_a_wrong_name_of_textarena_is_a_line(name, num_agents, message):
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_joined_rollouts_are_the_rows_of_all_seats(tokenizer):
+    agent = SimpleNamespace(tokenizer=tokenizer, device="cpu")
+    transcripts = [ppo_llm.Transcript() for _ in range(4)]
+    for k, transcript in enumerate(transcripts):
+        transcript.extend([7] * (k + 1))
+        transcript.extend([8, 9], turn=1 + k // 2)
+        transcript.rewards[-1] = float(k)
+        transcript.answers.append(str(k))
+    rollouts = [ppo_llm.Rollout(*models.pad_right(own, agent)) for own in (transcripts[:2], transcripts[2:])]
+    whole = ppo_llm.Rollout(*models.pad_right(transcripts, agent))
+    (joined,) = models.join_rollouts([agent], rollouts)
+    for name in ("attention_mask", "turns", "rewards"):
+        assert torch.equal(getattr(joined, name), getattr(whole, name))
+    assert torch.equal(joined.ids * joined.attention_mask, whole.ids * whole.attention_mask)
+    assert joined.answers == whole.answers and models.join_rollouts([agent] * 2, rollouts) is rollouts
+
+
+def test_one_agent_learns_in_all_seats_and_goes_on_to_the_bit(tmp_path):
+    flags = SMALL | {"env": "open_spiel:kuhn_poker", "num_agents": 2, "num_turns": 3, "self_play": True}
+
+    def train(**more):
+        return ppo_llm.main(ppo_llm.Args(**(flags | more)))
+
+    agents, run = train(output_dir=str(tmp_path / "whole"))
+    assert len(agents) == 1 and [path.name for path in (tmp_path / "whole").glob("agent_*")] == ["agent_0"]
+    row = run.rows[0]
+    assert {"agent_0/reward_mean", "agent_1/reward_mean"} <= row.keys() and "agent_1/policy_loss" not in row
+    sample = json.loads((tmp_path / "whole/samples.jsonl").read_text().splitlines()[0])
+    assert [prompts[0].split(".")[0][-1] for prompts in sample["prompts"]] == ["0", "1"]
+    train(output_dir=str(tmp_path / "run"), pause_at=1)
+    train(resume=str(tmp_path / "run"))
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "whole")
+    (shown,) = show(str(tmp_path / "whole"), items=1)
+    assert len(shown["trained"]["completions"]) == 2
+
+
+def test_self_play_takes_a_model():
+    args = ppo_llm.Args(num_agents=2, self_play=True, model=("utils/tiny_lm", "utils/tiny_lm"))
+    with pytest.raises(UserError, match="--model takes one name"):
+        models.load(args)
+
+
+def test_the_weight_of_the_entropy_is_lowered_over_the_run(tmp_path):
+    def train(folder, **flags):
+        args = ppo_llm.Args(**SMALL, env="guess", num_turns=1, output_dir=str(tmp_path / folder), **flags)
+        return ppo_llm.main(args)[1].rows
+
+    held, lowered = train("held", entropy_coef=0.5), train("lowered", entropy_coef=0.5, entropy_coef_end=0.1)
+    assert held[0]["agent_0/entropy"] == lowered[0]["agent_0/entropy"]  # the first update has the whole weight
+    assert held[1]["agent_0/grad_norm"] != lowered[1]["agent_0/grad_norm"]
+    assert train("same", entropy_coef=0.5, entropy_coef_end=0.5)[1]["agent_0/grad_norm"] == held[1]["agent_0/grad_norm"]
+    with pytest.raises(UserError, match="--entropy-coef-end has no effect without --entropy-coef"):
+        train("none", entropy_coef_end=0.1)
 
 
 @pytest.mark.parametrize("script", [ippo_llm, magrpo_llm, ppo_llm])

@@ -57,7 +57,9 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None, sc
         recorder = Recorder(env)
         transformers.set_seed(seed)
         playing = SimpleNamespace(TeamEnv=lambda *_, recorder=recorder: recorder)
-        module.play(agents[: args.num_agents], playing, chosen, args, distributed.generator(seed))
+        players = agents[: args.num_agents]
+        players *= args.num_agents // len(players)  # --self-play: one agent has all seats
+        module.play(players, playing, chosen, args, distributed.generator(seed))
         shown.append([recorder.episode(b, args.num_agents) for b in range(len(chosen))])
     return [{"item": item} | dict(zip(TEAMS, pair)) for item, *pair in zip(chosen, *shown)]
 

@@ -3,8 +3,7 @@
 A seat reads its own information state, all that it has seen so far, and its legal actions with a number each. It
 answers with a number. Simultaneous moves are made one after the other, unseen by the others. An answer that is no such
 number costs 1, and a uniformly random legal action is played: the match goes on, so nobody gets out of a loss by an
-illegal answer, and the others are paid by the rules. Chance, and the actions that stand in, follow from the item's
-seed.
+illegal answer, and the others are paid by the rules. Chance, and actions that stand in, follow from the item's seed.
 """
 
 import random

@@ -252,6 +252,11 @@ def say_what_is_hidden(tokenizer, flag):
             say(f"{flag}: its tokenizer declares {token!r} special, so that answers as text lack it; {keeps}")
 
 
+def num_learners(args):
+    """How many agents learn: one in each seat, or with --self-play one in all seats."""
+    return 1 if getattr(args, "self_play", False) else args.num_agents
+
+
 # --- A team's models --------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +273,7 @@ def check_models(names_flag, settings_flag, args, model=None, quantized=False, n
         raise UserError(f"{flag_name(settings_flag)} has no effect on a model that is loaded")
     configs = []
     names = name_of(args, model) if names_flag == "model" else getattr(args, names_flag)
-    for name in per_agent(flag_name(names_flag), names, num_agents or args.num_agents):
+    for name in per_agent(flag_name(names_flag), names, num_agents or num_learners(args)):
         if model is None:
             flag = flag_name(names_flag)
             config = check_model(name, flag, args.trust_remote_code, settings, flag_name(settings_flag))
@@ -323,7 +328,7 @@ def load_tokenizers(args, tokenizer=None, model=None):
     """
     flag = flag_name("model")
     tokenizers = {}
-    names = per_agent(flag, name_of(args, model), args.num_agents)
+    names = per_agent(flag, name_of(args, model), num_learners(args))
     if tokenizer is None and UNNAMED in names:
         raise UserError("model= is of no folder or hub name, from which to load its tokenizer: give tokenizer= too")
     for name in dict.fromkeys(names):
@@ -348,7 +353,7 @@ def check_critics(initials, args):
     if not getattr(args, "critic_model_name_or_path", ()):
         return
     flag = flag_name("critic_model_name_or_path")
-    num_critics = args.num_agents if hasattr(args, "use_separate_critic") else 1  # a team has one
+    num_critics = num_learners(args) if hasattr(args, "use_separate_critic") else 1  # a team has one
     names = per_agent(flag, args.critic_model_name_or_path, num_critics)
     configs = check_models("critic_model_name_or_path", "critic_model_config", args, num_agents=num_critics)
     for name, config, initial in zip(names, configs, initials):

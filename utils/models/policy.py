@@ -259,13 +259,13 @@ def compile_model(model, args):
 
 
 def load(args, model=None, tokenizer=None):
-    """An Initial for each agent, as the flags name them, or of copies of `model` and `tokenizer`, which are loaded.
+    """An Initial for each agent that learns, as the flags name them, or of copies of `model` and `tokenizer`.
 
     Only configurations and tokenizers are loaded yet. Raises UserError for what is not to be had, and for flags that
     the models can't follow.
     """
     args.check_models()
-    names = loading.per_agent(flag_name("model"), loading.name_of(args, model), args.num_agents)
+    names = loading.per_agent(flag_name("model"), loading.name_of(args, model), loading.num_learners(args))
     configs = loading.check_models("model", "model_config", args, model, quantized=lora.is_wanted(args))
     tokenizers = loading.load_tokenizers(args, tokenizer, model)
     sources = {}

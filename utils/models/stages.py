@@ -8,7 +8,7 @@ from pathlib import Path
 from utils.cli import UserError, one_line
 from utils.files import checkpoints
 from utils.models.adapters import WEIGHTS, check_base, copy_adapter, load_adapter, unmerge
-from utils.models.loading import locate
+from utils.models.loading import locate, num_learners
 from utils.models.lora import (
     CONFIG,
     check_lora_args,
@@ -51,7 +51,7 @@ def check_checkpoint(args):
     Raises UserError unless there are num_agents, with all files that are to be loaded.
     """
     folder = Path(args.load_checkpoint)
-    paths = find_agents(folder, args.num_agents)
+    paths = find_agents(folder, num_learners(args))
     for path in paths:
         if args.keep_reference and is_plain(path):
             raise UserError(f"--keep-reference takes a run's folder, and {path} is a peft folder, without references")

@@ -255,6 +255,23 @@ def split_turns(rollout, b, agent):
     return turns
 
 
+def join_rollouts(agents, rollouts):
+    """The rollout that each agent learns from: its own, or, of one agent in all N seats, all of them, with N B rows."""
+    if len(agents) == len(rollouts):
+        return rollouts
+    width = max(rollout.ids.shape[1] for rollout in rollouts)
+    fields = {}
+    for name in vars(rollouts[0]):
+        own = [getattr(rollout, name) for rollout in rollouts]
+        if isinstance(own[0], list):
+            fields[name] = [each for lists in own for each in lists]
+        elif own[0].dim() == 1:
+            fields[name] = torch.cat(own)
+        else:
+            fields[name] = torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in own])
+    return [type(rollouts[0])(**fields)]
+
+
 def join_transcripts(agents, rollouts, critic, num_turns):
     """The transcripts of a team as one text for each of B episodes, turn by turn: what agents 0, 1, ... read, an end
     token, what they write. Returns ids, attention mask and turns, [B, S]: the turn on its end token, 0 elsewhere.

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import time
 
 from utils.cli import UserError, one_line
@@ -75,13 +76,16 @@ class Log:
 def joint_samples(items, agents, rollouts, several_turns, **numbers):
     """The first episodes of a rollout for samples.jsonl: what each agent read, wrote and earned.
 
-    Of several turns these are lists of each agent's turns. `numbers` stand in each sample.
+    Of several turns these are lists of each agent's turns. `numbers` stand in each sample. One agent may
+    be in all seats.
     """
     samples = []
     for k in range(len(items)):
         if len(samples) == SAMPLES:
             break
-        episode = [read_transcript(agent.tokenizer, rollout, k) for agent, rollout in zip(agents, rollouts)]
+        episode = [
+            read_transcript(agent.tokenizer, rollout, k) for agent, rollout in zip(itertools.cycle(agents), rollouts)
+        ]
         if not any(rewards for _, rewards in episode):  # nobody acted
             continue
         prompts = [prompts for prompts, _ in episode]

@@ -40,6 +40,7 @@ def load_items(task, initials, args, train_dataset=None, eval_dataset=None):
     """
     least = args.rollout_buffer_size // args.num_generations
     rows = (train_dataset, eval_dataset)
+    initials = initials * (args.num_agents // len(initials))  # --self-play: one reads in all seats
     if hasattr(task, "TeamEnv") and not hasattr(task.given, "train_dataset"):
         train_items, eval_items = envs.game_seeds(args, least, *rows)
     else:
