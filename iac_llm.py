@@ -12,10 +12,10 @@ read and written before:
                          + beta H, the mean over their tokens
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2, clipped as in PPO
 
-r_t is the turn's reward, divided by the standard deviation s of episode returns, or by 0.98 of the last s if that is
-more, less kl_coef (log pi - log pi_ref) of each token of the answer. The actor has (A_t - mean) / (std + 0.3), so that
-small differences, which are mostly noise, stay small. V_old is V before the update, H the entropy, beta --entropy-coef.
-V = 0 after the last answer also where an episode was cut short.
+r_t is what it earns until its next answer, divided by the standard deviation s of episode returns, or by 0.98 of the
+last s if that is more, less kl_coef (log pi - log pi_ref) of each token of the answer. The actor has (A_t - mean) /
+(std + 0.3), so that small differences, which are mostly noise, stay small. V_old is V before the update, H the entropy,
+beta --entropy-coef. V = 0 after the last answer also where an episode was cut short.
 
     python iac_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 iac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -185,8 +185,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, rewards as N dicts {episode: float}, and the set of episodes that it cuts short,
-        in which agents read a last observation and do not act any more. A task cuts none short.
+        Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
+        cuts short, in which agents read a last observation and do not act any more. A task cuts none short.
         """
         episodes = list(actions[0])  # those that go on
         for b in episodes:
@@ -372,8 +372,8 @@ def learn(agent, rollout, args, generator):
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = torch.zeros_like(rewards)
     for turn in range(1, distributed.max(rollout.turns) + 1):
-        in_turn = (rollout.turns == turn).float()
-        baseline += in_turn * distributed.masked_mean(rewards_to_go, in_turn * is_first)
+        starts = is_first * (rollout.turns == turn)  # where V is read
+        baseline += starts * distributed.masked_mean(rewards_to_go, starts)
 
     # 3. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too

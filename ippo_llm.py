@@ -91,7 +91,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     actor_learning_rate: NonNegativeFloat = 5e-4
     critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
-    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, actor's and critic's each
+    max_grad_norm: PositiveFloat = 0.3  # clip of the gradient's norm, actor's and critic's each
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
@@ -186,8 +186,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, rewards as N dicts {episode: float}, and the set of episodes that it cuts short,
-        in which agents read a last observation and do not act any more. A task cuts none short.
+        Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
+        cuts short, in which agents read a last observation and do not act any more. A task cuts none short.
         """
         episodes = list(actions[0])  # those that go on
         for b in episodes:

@@ -183,8 +183,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, rewards as N dicts {episode: float}, and the set of episodes that it cuts short,
-        in which agents read a last observation and do not act any more. A task cuts none short.
+        Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
+        cuts short, in which agents read a last observation and do not act any more. A task cuts none short.
         """
         episodes = list(actions[0])  # those that go on
         for b in episodes:

@@ -13,7 +13,7 @@ action a_t, a token that an agent samples after h_t, which is all that it has re
     critic    minimises  mean of  1/2 (V(h_t) - (A_t + V_old(h_t)))^2, or with V clipped to V_old +- eps if that is more
 
 After the last action V = 0 where the episode ends, and V of all that was read and written where it is cut short: by its
-environment, or for lack of room. Means are over the sampled tokens of a mini-batch, the critic's over its actions. The
+environment, or for lack of room. Means are over a mini-batch's sampled tokens, the critic's over its actions. The
 actor's A_t are less their mean, and divided by their standard deviation, or by 0.98 of the last divisor if that is
 more. With --action-granularity turn an action is an answer, whose tokens all have its A; with --turn-level-clip rho,
 too, is the answer's: the product over its tokens.
@@ -78,7 +78,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
     # Advantages
-    # what is an action; auto: a turn, if there may be several
+    # what is an action; auto: a turn if --num-turns is above 1, else a token
     action_granularity: Literal["token", "turn", "auto"] = "token"
     # V of an answer, from its tokens' V: but for the first, these have read a part of it
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(
@@ -206,8 +206,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, rewards as N dicts {episode: float}, and the set of episodes that it cuts short,
-        in which agents read a last observation and do not act any more. A task cuts none short.
+        Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
+        cuts short, in which agents read a last observation and do not act any more. A task cuts none short.
         """
         episodes = list(actions[0])  # those that go on
         for b in episodes:
@@ -405,9 +405,7 @@ def learn(agent, rollout, args, generator):
     # 2. Where an episode was cut short, V of all that was read and written, in the column behind it
     last_action = (action_mask * columns).amax(1, keepdim=True).long()  # [B, 1] its column
     was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
-    is_bootstrap = was_cut[:, None] & (
-        columns == lengths[:, None]
-    )  # S is at least one more than the longest transcript
+    is_bootstrap = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
     where = (mask > 0) | is_bootstrap  # [B, S] where V is read
 
     # 3. Rewards, and the baseline, the mean reward-to-go of each turn; the critic's output, which starts at 0, is added
@@ -416,16 +414,16 @@ def learn(agent, rollout, args, generator):
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
-    num_turns = distributed.max(rollout.turns)
-    next_turn = (rollout.turns.amax(1, keepdim=True) + 1).clamp(max=num_turns)
-    turns = torch.where(is_bootstrap, next_turn, rollout.turns)  # the end is of the turn that would come next
+    last_turn = distributed.max(rollout.turns)
+    next_turn = (rollout.turns.amax(1, keepdim=True) + 1).clamp(max=last_turn)
+    turns = torch.where(is_bootstrap, next_turn, rollout.turns)  # a cut end has the baseline of the turn to come
     baseline = torch.zeros_like(rewards)
-    b = 0.0
-    for turn in reversed(range(1, num_turns + 1)):
-        in_turn = (rollout.turns == turn).float()
-        if distributed.max(in_turn):  # else the agent never acts in this turn, and an end has the b of the next one
-            b = distributed.masked_mean(rewards_to_go, in_turn * is_first)
-        baseline += (turns == turn) * b
+    b_k = 0.0
+    for k in reversed(range(1, last_turn + 1)):
+        starts = is_first * (rollout.turns == k)
+        if distributed.max(starts):  # else b_k is that of the next turn in which it acts
+            b_k = distributed.masked_mean(rewards_to_go, starts)
+        baseline += (turns == k) * b_k
 
     # 4. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)
@@ -441,8 +439,9 @@ def learn(agent, rollout, args, generator):
 
     # 5. Advantages. Another algorithm puts its own here
     bootstrap_value = (token_values * is_bootstrap).sum(1, keepdim=True)  # [B, 1] 0 where the episode has ended
-    rewards = sum_by_action(rewards, start).scatter_add(1, last_action, args.gamma * bootstrap_value)
-    advantages, returns = gae(rewards, old_values, action_mask, args.gamma, args.gae_lambda)
+    # What would follow a cut joins the reward of the last action
+    action_rewards = sum_by_action(rewards, start).scatter_add(1, last_action, args.gamma * bootstrap_value)
+    advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
