@@ -303,9 +303,9 @@ def play(agents, task, items, args, generator):
             truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if own[b].answers:  # what it earns before it first acts is lost
+                    own[b].earned[turn] = reward
+                    if own[b].answers:  # it learns from nothing that it earns before it first acts
                         own[b].rewards[-1] += reward
-                        own[b].earned[turn] = reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()

@@ -10,8 +10,8 @@ before they answer in it, which the critic reads. An actor reads its own part of
                          + beta H, the mean over the sampled tokens
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2
 
-r_t is the mean of what the agents earn in turn t (opposite rewards cancel), divided by the standard deviation s of
-episode returns, or by 0.98 of the last s if that is more, less kl_coef (log pi - log pi_ref) of the turn's tokens.
+r_t is the mean of what the agents earn in turn t (opposite rewards cancel), divided by s, less kl_coef times the sum of
+log pi - log pi_ref over all agents' tokens of turn t; s: deviation of episode returns, or 0.98 of the last s if more.
 Actors have (A_t - mean) / (std + 0.3), so that small differences, which are mostly noise, stay small. beta is
 --entropy-coef, H the entropy, V_old V before the update.
 
@@ -301,9 +301,9 @@ def play(agents, task, items, args, generator):
             truncated |= cut
             for own, earned in zip(transcripts, rewards):
                 for b, reward in earned.items():
-                    if own[b].answers:  # what it earns before it first acts is lost
+                    own[b].earned[turn] = reward
+                    if own[b].answers:  # it learns from nothing that it earns before it first acts
                         own[b].rewards[-1] += reward
-                        own[b].earned[turn] = reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
