@@ -105,7 +105,10 @@ def test_the_likeliest_texts_are_those_of_the_saved_and_of_the_untouched_model(r
 
 MATCHES = {  # script, flags
     "on adapters": (ppo_llm, {"task": "number", "num_agents": 2, "max_new_tokens": 4, "lora_rank": 4}),
-    "little room": (ppo_llm, {"task": "number", "num_agents": 2, "max_new_tokens": 4, "max_model_len": 38}),
+    "little room": (
+        ppo_llm,
+        {"task": "number", "num_agents": 2, "max_new_tokens": 4, "max_model_len": 38, "actor_learning_rate": 0.1},
+    ),
     "a game": (ppo_llm, {"lora_rank": 4, "actor_learning_rate": 0.1}),
     "a head": (ippo_llm, {"task": "number", "max_new_tokens": 4}),
     "a central critic": (maac_llm, {"task": "number", "max_new_tokens": 4}),
@@ -341,7 +344,7 @@ def test_what_a_stranger_names_as_data_is_shown_only_where_the_command_names_it(
     data = tmp_path / "private.txt"
     data.write_text("private\n" * 20)
     set_flags(copied, dataset=str(data))
-    with pytest.raises(UserError, match="shows what is in .*private.txt on this machine: add --dataset .*private.txt"):
+    with pytest.raises(UserError, match="shows what is in .* on this machine: add --dataset .*, if it may be shown"):
         run_command(copied)
     assert run_command(copied, "--items", 1, "--dataset", data)[0]["item"]["prompt"] == "private"
 

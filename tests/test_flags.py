@@ -38,7 +38,7 @@ OTHER = {  # flag: another value, or (another value, other flags of both runs)
     "top_p": 0.3,
     "top_k": 2,
     "min_p": 0.999,
-    "repetition_penalty": 2.0,
+    "repetition_penalty": 50.0,
     "min_output_tokens": 3,
     "gamma": 0.5,
     "gae_lambda": 0.1,

@@ -220,8 +220,20 @@ def make_savable(model, label):
 
 def try_to_save(thing, **options):
     """Write a tokenizer, or a model without its weights, to where it is removed at once; a full disk is no failure."""
-    with contextlib.suppress(OSError), disk_errors(), tempfile.TemporaryDirectory() as folder:
+    with contextlib.suppress(OSError), disk_errors(), without_bars(), tempfile.TemporaryDirectory() as folder:
         thing.save_pretrained(folder, **options)
+
+
+@contextlib.contextmanager
+def without_bars():
+    """Within it transformers shows no progress bars."""
+    shows_bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows_bars:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def load_tokenizer(name, flag, trust_remote_code=False, settings=None):

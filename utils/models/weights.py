@@ -30,7 +30,7 @@ from utils.cli import UserError, describe
 from utils.distributed import is_main, say
 from utils.files import disk_errors, put, read_json
 from utils.models import adapters
-from utils.models.loading import check_whole, loading
+from utils.models.loading import check_whole, loading, without_bars
 from utils.models.sharding import share, whole_tensors
 from utils.models.tensors import BASE, HEAD, fingerprint, load_head, load_optimizer, save_optimizer, save_tensors
 
@@ -128,7 +128,8 @@ def save_model(model, path):
         return
     is_saved = False
     with beside_weights(path):
-        model.save_pretrained(path, state_dict=dict(weights))
+        with without_bars():
+            model.save_pretrained(path, state_dict=dict(weights))
         is_saved = True
     if not is_saved:
         path.mkdir(parents=True, exist_ok=True)
