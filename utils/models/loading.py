@@ -96,17 +96,25 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
 
 
 @contextlib.contextmanager
-def loading(flag, name):
-    """Within it, an error becomes a UserError that names the flag; gives the path. No progress bars are shown."""
+def without_bars():
+    """Within it transformers shows no progress bars."""
     shows_bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        yield locate(name)
-    except Exception as error:
-        raise UserError(f"{flag} {name} can't be loaded: {one_line(error, 1000)}") from error
+        yield
     finally:
         if shows_bars:
             transformers.utils.logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def loading(flag, name):
+    """Within it, an error becomes a UserError that names the flag; gives the path. No progress bars are shown."""
+    try:
+        with without_bars():
+            yield locate(name)
+    except Exception as error:
+        raise UserError(f"{flag} {name} can't be loaded: {one_line(error, 1000)}") from error
 
 
 WITHOUT_ADAPTERS = (
@@ -222,18 +230,6 @@ def try_to_save(thing, **options):
     """Write a tokenizer, or a model without its weights, to where it is removed at once; a full disk is no failure."""
     with contextlib.suppress(OSError), disk_errors(), without_bars(), tempfile.TemporaryDirectory() as folder:
         thing.save_pretrained(folder, **options)
-
-
-@contextlib.contextmanager
-def without_bars():
-    """Within it transformers shows no progress bars."""
-    shows_bars = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shows_bars:
-            transformers.utils.logging.enable_progress_bar()
 
 
 def load_tokenizer(name, flag, trust_remote_code=False, settings=None):
