@@ -96,12 +96,15 @@ class Match:
     def text(self, seat):
         return text_of(self.state, seat)
 
+    def answers(self):
+        """The legal answers, of the seat whose move it is."""
+        return [str(k) for k, _ in enumerate(self.state.legal_actions(), 1)]
+
     def move(self, answer):
-        actions = self.state.legal_actions()
+        numbers = dict(zip(self.answers(), self.state.legal_actions()))
         answer = answer.strip()
-        numbers = {str(k): action for k, action in enumerate(actions, 1)}
         is_legal = answer in numbers
-        self.state.apply_action(numbers[answer] if is_legal else self.stand_in.choice(actions))
+        self.state.apply_action(numbers[answer if is_legal else self.stand_in.choice([*numbers])])
         self.play_chance()
         return is_legal
 

@@ -1,0 +1,130 @@
+"""Make a language model that knows the moves of a game of OpenSpiel, in about a minute: the player to begin from.
+
+    python -m utils.make_game_lm open_spiel:kuhn_poker runs/kuhn_lm
+
+A small Llama with the tokens of the embedded model, from nothing, or a model of yours (--model). It reads what seats
+read in matches of random moves, and learns to answer with each legal number as often as with any other. A run that
+begins from it has few illegal answers, and a KL penalty to it is an entropy bonus over legal moves alone. What is
+written is an ordinary Hugging Face folder.
+"""
+
+import random
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+import tyro
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from utils import models
+from utils.cli import UserError, command_line, flags, not_with
+from utils.envs.open_spiel import OpenSpiel, load_game
+from utils.files import writing
+from utils.models.loading import load_model, load_tokenizer
+
+TINY = str(Path(__file__).parent / "tiny_lm")
+
+
+@flags
+class GameArgs:
+    """What is learned, and where it goes."""
+
+    env: tyro.conf.Positional[str] = ""  # the game, open_spiel:NAME
+    out: tyro.conf.Positional[str] = ""  # the folder to write
+    model: str | None = None  # folder or hub name of the model that learns; none: a new one
+    hidden_size: PositiveInt = not_with("model", default=64)  # of a new model
+    num_layers: PositiveInt = not_with("model", default=2)  # of a new model
+    num_matches: PositiveInt = 64  # matches of a step, all of them new
+    steps: PositiveInt = 200  # optimiser steps
+    max_moves: PositiveInt = 100  # of a match, of all seats together
+    learning_rate: PositiveFloat = 3e-3  # falls to 0 over the run; for a model of yours, smaller
+    seed: NonNegativeInt = 1
+
+
+@flags
+class Args(GameArgs):
+    """All flags."""
+
+
+def new_model(args):
+    """A small Llama of random weights, with the tokens of the embedded model."""
+    config = AutoConfig.from_pretrained(
+        TINY,
+        hidden_size=args.hidden_size,
+        intermediate_size=4 * args.hidden_size,
+        num_hidden_layers=args.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=args.hidden_size // 4,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def play_match(game, seed, agent, max_moves):
+    """A match of random legal moves: of each seat that moves, (ids, weights of their losses), lists."""
+    rng = random.Random(f"moves {seed}")
+    match = game.begin(seed)
+    transcripts = [([], []) for _ in range(game.num_seats)]
+    for _ in range(max_moves):
+        if match.seat is None:
+            break
+        ids, weights = transcripts[match.seat]
+        read = models.encode([{"role": "user", "content": match.text(match.seat)}], ids, agent)
+        answer = rng.choice(match.answers())
+        written = [*agent.tokenizer(answer, add_special_tokens=False).input_ids, agent.tokenizer.eos_token_id]
+        if len(ids) + len(read) + len(written) > agent.room:
+            break
+        ids += read + written
+        weights += [0.2] * len(read) + [1.0] * len(written)
+        match.move(answer)
+    return [own for own in transcripts if own[0]]
+
+
+def main(args):
+    """Teach the model, and write it. Raises UserError."""
+    library, _, name = args.env.partition(":")
+    if library != "open_spiel":
+        raise UserError(f"the first argument names a game of OpenSpiel, open_spiel:NAME, got {args.env!r}")
+    if not args.out:
+        raise UserError("the second argument is the folder to write; got none")
+    game = OpenSpiel(load_game(name, args.env), args.env)
+    tokenizer = load_tokenizer(args.model or TINY, "--model")
+    if args.model:
+        model = load_model(args.model, "--model").requires_grad_(True)
+    else:
+        torch.manual_seed(args.seed)
+        model = new_model(args)
+    agent = Namespace(tokenizer=tokenizer, room=model.config.max_position_embeddings)
+    with writing(args.out):  # before a minute of training
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+
+    optimizer = torch.optim.Adam(model.parameters(), args.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    start = time.time()
+    for step in range(args.steps):
+        seeds = range(step * args.num_matches, (step + 1) * args.num_matches)
+        rows = [row for k in seeds for row in play_match(game, args.seed * 2**24 + k, agent, args.max_moves)]
+        ids = pad_sequence([torch.tensor(own) for own, _ in rows], batch_first=True)
+        weights = pad_sequence([torch.tensor(own) for _, own in rows], batch_first=True)[:, 1:]  # 0 on padding
+        logits = model(ids).logits[:, :-1].float()  # padded on the right: no token reads padding
+        nats = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        loss = (nats * weights).sum() / weights.sum()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 50 == 0 or step == args.steps - 1:
+            print(f"step {step}  loss {loss.item():.3f}  {time.time() - start:.0f} s", flush=True)
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    print(f"{args.out}: {sum(p.numel() for p in model.parameters()):,} parameters")
+
+
+if __name__ == "__main__":
+    command_line(main, Args, __doc__)
