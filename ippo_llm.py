@@ -2,20 +2,21 @@
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
 actor, or a model of its own (--use-separate-critic). As on CoMLRL's page there is no probability ratio and no clipping
-of the policy loss; ppo_llm.py has both. For a token a_t that an agent samples after h_t, which is all that it has read
-and written before:
+of the policy loss; ppo_llm.py has both. For a token a_t that an agent samples in turn k after h_t, which is all that it
+has read and written before:
 
-    V(h_t)  = critic(h_t) + b_k                        k: the turn of a_t; b_k: mean of what episodes in which it acts
-                                                       in turn k earn from then on, undiscounted, without KL penalty
+    s       = std of what the rollout's episodes earn, or 0.98 of the last update's s if that is more
+    r_t     = -kl_coef (log pi - log pi_ref)           on the last token of a turn, plus its reward / (s + 0.001)
+    b_k     = mean reward of episodes from turn k on   of those in which it acts in turn k; without gamma and KL
+    V(h_t)  = critic(h_t) + b_k
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next sampled token; V = 0 after the last
-    A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
-    actor     maximises  mean of  log pi(a_t|h_t) A_t + beta H(pi(.|h_t))     over the sampled tokens of a mini-batch
-    critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2, clipped as in PPO
+    A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438; R_t = A_t + V(h_t)
+    actor     maximises  mean of  log pi(a_t|h_t) (A_t - mean) / (std + 0.3) + beta H(pi(.|h_t))
+    critic    minimises  mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),  V_clip: V(h_t) within 0.2 of V_old(h_t)
 
-r_t is -kl_coef (log pi - log pi_ref) on each token, and on the last token of a turn also the turn's reward, divided by
-the standard deviation s of episode returns, or by 0.98 of the last s if that is more. The actor has (A_t - mean) /
-(std + 0.3), so that small differences, which are mostly noise, stay small. V_old is V before the update, H the entropy,
-beta --entropy-coef. V = 0 after the last token also where an episode was cut short.
+Means are over the sampled tokens of a mini-batch; r, A, R and V_old are of before the update; beta is --entropy-coef.
+0.3 keeps small differences small: mostly noise. V = 0 after the last token also where an episode was cut short. An
+update reads each transcript once with actor, reference and critic, and then with actor and critic in each epoch.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -23,30 +24,27 @@ beta --entropy-coef. V = 0 after the last token also where an episode was cut sh
 Models stay in eval mode, without dropout. log pi is over the whole vocabulary, even if --top-k truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
-Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right.
+Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, D units of a hidden state.
 Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
 """
 
 import sys
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Annotated
 
 import datasets
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch.distributions import Categorical
 from torch.nn.functional import pad
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import PositiveOrInf, command_line, flags, needs
+from utils.cli import Fraction, PositiveOrInf, command_line, flags, needs
 from utils.clock import timed
 from utils.run import FolderArgs, Run
 from utils.tasks.made_text import posts
 from utils.tasks.tldr import pair_reward
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @flags
@@ -161,8 +159,11 @@ class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
-    it. One after the other: reset returns [{b: chat}, {}]; step gets [{b: answer}, {}] and returns [{}, {b: chat}],
-    [{b: 1.0}, {b: -1.0}], set(): agent 1 acts next, and rewards are opposite.
+    it, and it ends when nobody does: step sees to --num-turns. Two agents, one after the other, with opposite rewards:
+
+        reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
+        step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
+        step([{}, {b: answer}])  -> [{}, {}], [{b: 1.0}, {b: -1.0}], set()              the end
     """
 
     def __init__(self, task, items, args):
@@ -286,7 +287,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # an answer that was cut is ended first
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # by its template; first ends a cut answer
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
@@ -306,11 +307,11 @@ def play(agents, task, items, args, generator):
                 for b, reward in earned.items():
                     own[b].earned[turn] = reward
                     if own[b].answers:  # it learns from nothing that it earns before it first acts
-                        own[b].rewards[-1] += reward
+                        own[b].rewards[-1] += reward  # on the last token that it sampled, whoever acted since
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # pad_right returns the fields of a Rollout; turns and rewards are 0 on padding
+    # ids, attention_mask, turns, rewards, truncated, answers, earned; all 0 on padding
     return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
@@ -318,13 +319,12 @@ def play(agents, task, items, args, generator):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi of each token and the entropy of its distribution, given all that stands before it, [b, S], and their
-    hidden states, [n, D].
+    """log pi of each token and the entropy of its distribution, [rows, S], and the hidden states of h_t, [n, D].
 
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # logits [n, vocabulary] and hidden_states [n, D] of the positions before them, which predict them
+    # At the position before each of them, which has read h_t: logits [n, vocabulary] and hidden_states [n, D]
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -335,7 +335,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """V less its baseline, [b, S], by a critic model, or by a head on the actor, whose gradient then trains it too."""
+    """V less its baseline, [rows, S], by a critic model, or by a head on the actor, which its gradient trains too."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
@@ -361,7 +361,7 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
+    mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled; all losses and means are over these
 
     # 1. Rewards, in standard deviations of what an episode earns
     rewards = rollout.rewards
@@ -401,7 +401,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # over processes, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean of processes, as gradients are
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens
@@ -451,8 +451,7 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (a task or an environment), `model`, `tokenizer` and data may be objects, in place of what the
-    flags name.
+    From Python, `task` (or an environment), `model`, `tokenizer` and data may be objects, in place of what flags name.
     """
     args = args or Args()
     distributed.start(args)

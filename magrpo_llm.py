@@ -38,13 +38,11 @@ from torch.nn.functional import pad
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import command_line, flags, needs
+from utils.cli import Fraction, command_line, flags, needs
 from utils.clock import timed
 from utils.run import FolderArgs, Run
 from utils.tasks.made_text import posts
 from utils.tasks.tldr import pair_reward
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @flags
@@ -146,8 +144,11 @@ class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
-    it. One after the other: reset returns [{b: chat}, {}]; step gets [{b: answer}, {}] and returns [{}, {b: chat}],
-    [{b: 1.0}, {b: -1.0}], set(): agent 1 acts next, and rewards are opposite.
+    it, and it ends when nobody does: step sees to --num-turns. Two agents, one after the other, with opposite rewards:
+
+        reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
+        step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
+        step([{}, {b: answer}])  -> [{}, {}], [{b: 1.0}, {b: -1.0}], set()              the end
     """
 
     def __init__(self, task, items, args):
@@ -271,7 +272,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # an answer that was cut is ended first
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # by its template; first ends a cut answer
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
@@ -291,11 +292,11 @@ def play(agents, task, items, args, generator):
                 for b, reward in earned.items():
                     own[b].earned[turn] = reward
                     if own[b].answers:  # it learns from nothing that it earns before it first acts
-                        own[b].rewards[-1] += reward
+                        own[b].rewards[-1] += reward  # on the last token that it sampled, whoever acted since
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # pad_right returns the fields of a Rollout; turns and rewards are 0 on padding
+    # ids, attention_mask, turns, rewards, truncated, answers, earned; all 0 on padding
     return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
@@ -308,7 +309,7 @@ def policy_forward(policy, rollout, rows, args):
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # logits [n, vocabulary] and hidden_states [n, D] of the positions before them, which predict them
+    # At the position before each of them, which has read h_t: logits [n, vocabulary] and hidden_states [n, D]
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -371,7 +372,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # over processes, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean of processes, as gradients are
             num_answers = distributed.mean(played[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
@@ -410,8 +411,7 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (a task or an environment), `model`, `tokenizer` and data may be objects, in place of what the
-    flags name.
+    From Python, `task` (or an environment), `model`, `tokenizer` and data may be objects, in place of what flags name.
     """
     args = args or Args()
     distributed.start(args)

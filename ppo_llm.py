@@ -13,10 +13,10 @@ action a_t, a token that an agent samples after h_t, which is all that it has re
     critic    minimises  mean of  1/2 (V(h_t) - (A_t + V_old(h_t)))^2, or with V clipped to V_old +- eps if that is more
 
 After the last action V = 0 where the episode ends, and V of all that was read and written where it is cut short: by its
-environment, or for lack of room. Means are over a mini-batch's sampled tokens, the critic's over its actions. The
-actor's A_t are less their mean, and divided by their standard deviation, or by 0.98 of the last divisor if that is
-more. With --action-granularity turn an action is an answer, whose tokens all have its A; with --turn-level-clip rho,
-too, is the answer's: the product over its tokens.
+environment, or for lack of room. The actor's A_t are less their mean over the rollout's actions, and divided by their
+standard deviation, or by 0.98 of the last update's divisor if that is more. With --action-granularity turn an action is
+an answer, whose tokens all have its A. Means are over a mini-batch's sampled tokens; the critic's is over its actions,
+and so is that of max(...) with --turn-level-clip, where rho is an answer's: the product over its tokens.
 
     python ppo_llm.py                                                                      guess a number
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
@@ -33,21 +33,19 @@ Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.0968
 import random
 import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch.distributions import Categorical
 from torch.nn.functional import pad
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import command_line, flags, needs, not_with
+from utils.cli import Fraction, command_line, flags, needs, not_with
 from utils.clock import timed
 from utils.envs.guess import guess_value, optimum  # noqa: F401  the optimum is drawn beside the curve
 from utils.run import FolderArgs, Run
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @flags
@@ -158,10 +156,9 @@ class Agent:
         self.tokenizer = initial.tokenizer
         self.end_ids = initial.end_ids  # tokens that end an answer
         self.longest_prompt = initial.longest_prompt  # tokens of a context that leave room for max_new_tokens
-        self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
-        if args.use_separate_reference_adapter:
-            self.reference = initial.frozen_copy(f"agent_{i}_reference")
+        own_reference = args.use_separate_reference_adapter
+        self.reference = initial.frozen_copy(f"agent_{i}_reference") if own_reference else initial.policy
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
         self.value_head = models.ValueHead(self.critic or self.actor, args)  # [n, D] to [n]; starts at 0
 
@@ -181,8 +178,11 @@ class TeamEnv:
     """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
-    it. One after the other: reset returns [{b: chat}, {}]; step gets [{b: answer}, {}] and returns [{}, {b: chat}],
-    [{b: 1.0}, {b: -1.0}], set(): agent 1 acts next, and rewards are opposite.
+    it, and it ends when nobody does: step sees to --num-turns. Two agents, one after the other, with opposite rewards:
+
+        reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
+        step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
+        step([{}, {b: answer}])  -> [{}, {}], [{b: 1.0}, {b: -1.0}], set()              the end
     """
 
     def __init__(self, task, items, args):
@@ -306,7 +306,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # an answer that was cut is ended first
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # by its template; first ends a cut answer
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
@@ -326,11 +326,11 @@ def play(agents, task, items, args, generator):
                 for b, reward in earned.items():
                     own[b].earned[turn] = reward
                     if own[b].answers:  # it learns from nothing that it earns before it first acts
-                        own[b].rewards[-1] += reward
+                        own[b].rewards[-1] += reward  # on the last token that it sampled, whoever acted since
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # pad_right returns the fields of a Rollout; turns and rewards are 0 on padding
+    # ids, attention_mask, turns, rewards, truncated, answers, earned; all 0 on padding
     return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
@@ -343,7 +343,7 @@ def policy_forward(policy, rollout, where, rows, args):
     They are computed at the n places of these rows where `where` [B, S] is True. Elsewhere they are 0.
     """
     where = where[rows]
-    # logits [n, vocabulary] and hidden_states [n, D] of the positions before them, which predict them
+    # At the position before each of them, which has read h_t: logits [n, vocabulary] and hidden_states [n, D]
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=where)
     pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][where])
@@ -354,7 +354,7 @@ def policy_forward(policy, rollout, where, rows, args):
 
 
 def critic_forward(agent, rollout, where, rows, hidden_states):
-    """V less its baseline, [b, S], by a critic of its own, or a head on the actor, which this then trains too."""
+    """V less its baseline, [rows, S], by a critic of its own, or a head on the actor, which this then trains too."""
     where = where[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=where).hidden_states
@@ -382,6 +382,25 @@ def sum_by_action(x, start):
     return torch.zeros_like(x).scatter_add(1, start, x)
 
 
+def turn_baseline(rewards, turns, is_first, is_bootstrap):
+    """b_k on the tokens of turn k, [B, S]: the mean that episodes earn from turn k on where the agent acts in it.
+
+    The end of an episode that was cut short has that of the turn to come, if any episode has one.
+    """
+    rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
+    last_turn = distributed.max(turns)
+    next_turn = (turns.amax(1, keepdim=True) + 1).clamp(max=last_turn)
+    turn_of_value = torch.where(is_bootstrap, next_turn, turns)
+    baseline = torch.zeros_like(rewards)
+    b_k = 0.0
+    for k in reversed(range(1, last_turn + 1)):
+        starts = is_first * (turns == k)
+        if distributed.max(starts):  # else nobody acts in turn k, and b_k is that of the next turn
+            b_k = distributed.masked_mean(rewards_to_go, starts)
+        baseline += (turn_of_value == k) * b_k
+    return baseline
+
+
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
@@ -406,24 +425,14 @@ def learn(agent, rollout, args, generator):
     last_action = (action_mask * columns).amax(1, keepdim=True).long()  # [B, 1] its column
     was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
     is_bootstrap = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
-    where = (mask > 0) | is_bootstrap  # [B, S] where V is read
+    where = (mask > 0) | is_bootstrap  # [B, S] where policy and critic are read; log pi of a cut end is masked out
 
-    # 3. Rewards, and the baseline, the mean reward-to-go of each turn; the critic's output, which starts at 0, is added
+    # 3. Rewards, and the baseline, the mean reward-to-go of each turn; the critic, whose output starts at 0, is added
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
-    rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
-    last_turn = distributed.max(rollout.turns)
-    next_turn = (rollout.turns.amax(1, keepdim=True) + 1).clamp(max=last_turn)
-    turns = torch.where(is_bootstrap, next_turn, rollout.turns)  # a cut end has the baseline of the turn to come
-    baseline = torch.zeros_like(rewards)
-    b_k = 0.0
-    for k in reversed(range(1, last_turn + 1)):
-        starts = is_first * (rollout.turns == k)
-        if distributed.max(starts):  # else b_k is that of the next turn in which it acts
-            b_k = distributed.masked_mean(rewards_to_go, starts)
-        baseline += (turns == k) * b_k
+    baseline = turn_baseline(rewards, rollout.turns, is_first, is_bootstrap)
 
     # 4. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)
@@ -437,7 +446,7 @@ def learn(agent, rollout, args, generator):
             token_values[rows] = baseline[rows] + critic_forward(agent, rollout, where, rows, hidden_states)
     old_values = sum_by_action(token_values * value_weights, start)
 
-    # 5. Advantages. Another algorithm puts its own here
+    # 5. Advantages [B, S] of the tokens, and returns, the critic's targets. Another algorithm puts its own here
     bootstrap_value = (token_values * is_bootstrap).sum(1, keepdim=True)  # [B, 1] 0 where the episode has ended
     # What would follow a cut joins the reward of the last action
     action_rewards = sum_by_action(rewards, start).scatter_add(1, last_action, args.gamma * bootstrap_value)
@@ -458,7 +467,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # over processes, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean of processes, as gradients are
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
@@ -528,8 +537,7 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (a task or an environment), `model`, `tokenizer` and data may be objects, in place of what the
-    flags name.
+    From Python, `task` (or an environment), `model`, `tokenizer` and data may be objects, in place of what flags name.
     """
     args = args or Args()
     distributed.start(args)

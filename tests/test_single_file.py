@@ -40,6 +40,7 @@ OWN = {  # what scripts have of their own, or lack, beside ippo_llm.py
         "external_transition",
         "Env",
         "sum_by_action",
+        "turn_baseline",
     },
 }
 

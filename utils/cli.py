@@ -72,6 +72,7 @@ def describe(error, most=200):
 
 # --- Flags ------------------------------------------------------------------------------------------------------------
 
+Fraction = Annotated[float, pydantic.Field(ge=0, le=1)]
 PositiveOrInf = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=True)]
 
 # Names that other libraries have for our flags, taken on the command line and from Python
