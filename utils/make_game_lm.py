@@ -12,20 +12,22 @@ import random
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import tyro
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils import models
-from utils.cli import UserError, command_line, flags, not_with
+from utils.cli import UserError, check_needs, command_line, flags, not_with
 from utils.envs.open_spiel import OpenSpiel, load_game
 from utils.files import writing
 from utils.models.loading import load_model, load_tokenizer
+from utils.models.transcripts import UNLIMITED
 
 TINY = str(Path(__file__).parent / "tiny_lm")
 
@@ -35,9 +37,9 @@ class GameArgs:
     """What is learned, and where it goes."""
 
     env: tyro.conf.Positional[str] = ""  # the game, open_spiel:NAME
-    out: tyro.conf.Positional[str] = ""  # the folder to write
+    out: tyro.conf.Positional[str] = ""  # the folder to write; it must not be there yet
     model: str | None = None  # folder or hub name of the model that learns; none: a new one
-    hidden_size: PositiveInt = not_with("model", default=64)  # of a new model
+    hidden_size: Annotated[int, Field(gt=0, multiple_of=8)] = not_with("model", default=64)  # of a new model
     num_layers: PositiveInt = not_with("model", default=2)  # of a new model
     num_matches: PositiveInt = 64  # matches of a step, all of them new
     steps: PositiveInt = 200  # optimiser steps
@@ -87,11 +89,12 @@ def play_match(game, seed, agent, max_moves):
 
 def main(args):
     """Teach the model, and write it. Raises UserError."""
+    check_needs(args)
     library, _, name = args.env.partition(":")
     if library != "open_spiel":
         raise UserError(f"the first argument names a game of OpenSpiel, open_spiel:NAME, got {args.env!r}")
-    if not args.out:
-        raise UserError("the second argument is the folder to write; got none")
+    if not args.out or Path(args.out).exists():
+        raise UserError(f"the second argument is a folder to write that is not there yet, got {args.out!r}")
     game = OpenSpiel(load_game(name, args.env), args.env)
     tokenizer = load_tokenizer(args.model or TINY, "--model")
     if args.model:
@@ -99,9 +102,11 @@ def main(args):
     else:
         torch.manual_seed(args.seed)
         model = new_model(args)
-    agent = Namespace(tokenizer=tokenizer, room=model.config.max_position_embeddings)
+    agent = Namespace(tokenizer=tokenizer, room=getattr(model.config, "max_position_embeddings", UNLIMITED))
+    if not play_match(game, 0, agent, args.max_moves):
+        raise UserError(f"{args.env}: nobody moves in it, or what is read takes more than {agent.room} tokens")
     with writing(args.out):  # before a minute of training
-        Path(args.out).mkdir(parents=True, exist_ok=True)
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
 
     optimizer = torch.optim.Adam(model.parameters(), args.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)

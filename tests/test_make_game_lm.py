@@ -1,0 +1,68 @@
+"""A model made for a game answers with its legal moves, each as often as any other, and can be played and trained."""
+
+import pytest
+import torch
+
+import ppo_llm
+from utils import make_game_lm, models
+from utils.cli import UserError
+from utils.exploit import policy_of
+from utils.models.loading import load_tokenizer
+
+pyspiel = pytest.importorskip("pyspiel")
+
+
+def make(tmp_path, **flags):
+    args = {"env": "open_spiel:kuhn_poker", "out": str(tmp_path / "made"), "num_layers": 1}
+    make_game_lm.main(make_game_lm.Args(**(args | flags)))
+    return tmp_path / "made"
+
+
+def probabilities(folder, tmp_path):
+    """(each information state's probabilities of the legal answers, the mass on illegal ones)."""
+    flags = {"num_agents": 2, "self_play": True, "lora_rank": 0, "num_turns": 3, "max_new_tokens": 2}
+    args = ppo_llm.Args(env="open_spiel:kuhn_poker", model=str(folder), **flags)
+    agents = [ppo_llm.Agent(i, initial, 1, args) for i, initial in enumerate(models.load(args))]
+    policy, illegal = policy_of(pyspiel.load_game("kuhn_poker"), agents * 2, args)
+    return torch.tensor(policy.action_probability_array), max(illegal)
+
+
+def test_it_plays_uniformly_and_hardly_ever_illegally(tmp_path):
+    table, illegal = probabilities(make(tmp_path, steps=80, num_matches=32, learning_rate=5e-3), tmp_path)
+    assert illegal < 0.1 and (table - 0.5).abs().max() < 0.2
+
+
+def test_a_model_of_ones_own_learns_it_too(tmp_path):
+    before, illegal_before = probabilities("utils/tiny_lm", tmp_path)
+    folder = make(tmp_path, model="utils/tiny_lm", num_layers=2, steps=12, num_matches=16)
+    after, illegal = probabilities(folder, tmp_path)
+    assert illegal < illegal_before - 0.2
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"env": "kuhn_poker"}, "open_spiel:NAME"),
+        ({"env": "open_spiel:no_such_game"}, "no game of that name"),
+        ({"out": ""}, "a folder to write"),
+        ({"out": "/"}, "a folder to write"),
+        ({"model": "/no/such/folder", "num_layers": 2}, "--model /no/such/folder"),
+        ({"model": "utils/tiny_lm", "num_layers": 2, "hidden_size": 32}, "--hidden-size has no effect with --model"),
+        ({"hidden_size": 30}, "multiple of 8"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, flags, message):
+    with pytest.raises(UserError, match=message) as error:
+        make(tmp_path, **flags)
+    assert "\n" not in str(error.value) and not (tmp_path / "made").exists()
+
+
+def test_nothing_longer_than_the_model_has_room_for_is_learned_from(tmp_path, monkeypatch):
+    game = make_game_lm.OpenSpiel(pyspiel.load_game("kuhn_poker"), "")
+    agent = make_game_lm.Namespace(tokenizer=load_tokenizer("utils/tiny_lm", "--model"), room=512)
+    rows = [row for seed in range(20) for row in make_game_lm.play_match(game, seed, agent, 100)]
+    longest = max(len(ids) for ids, _ in rows)
+    assert {weight for _, weights in rows for weight in weights} == {0.2, 1.0}
+    agent.room = longest - 1
+    shorter = [row for seed in range(20) for row in make_game_lm.play_match(game, seed, agent, 100)]
+    assert longest > max(len(ids) for ids, _ in shorter) > 0
