@@ -92,8 +92,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# tasks.load_task makes of these functions what TeamEnv calls: each gets the arguments that it names, of items, turns,
-# num_turns, histories (of one item: item, history), agent_completions ..., and what it returns is checked.
+# A task is these functions. Each names the arguments that it wants, such as turns, histories (all: docs/tasks.md).
+# tasks.load_task, in main, makes of them what TeamEnv calls: it gives them those, and checks what they return.
 
 
 def train_dataset(size, seed):
@@ -348,9 +348,9 @@ def td_error(rewards, values, mask, gamma):
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
-    for t in reversed(range(values.shape[1])):
-        advantages[:, t] = rewards[:, t] + gamma * next_value - values[:, t]
-        next_value = torch.where(mask[:, t] > 0, values[:, t], next_value)  # at the next token with mask 1
+    for s in reversed(range(values.shape[1])):
+        advantages[:, s] = rewards[:, s] + gamma * next_value - values[:, s]
+        next_value = torch.where(mask[:, s] > 0, values[:, s], next_value)  # at the next token with mask 1
     return advantages * mask, (advantages + values) * mask
 
 
@@ -359,7 +359,7 @@ def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
     is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of an answer
-    start = (is_first * torch.arange(mask.shape[1], device=mask.device)).cummax(1).values.long()  # its column
+    start = (is_first * torch.arange(mask.shape[1], device=mask.device)).cummax(1).values.long()  # [B, S] column
 
     # 1. Rewards, in standard deviations of what an episode earns
     rewards = rollout.rewards
@@ -387,8 +387,8 @@ def learn(agent, rollout, args, generator):
 
     # 4. Advantages. Another algorithm puts its own here
     rewards = rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask
-    rewards = torch.zeros_like(rewards).scatter_add(1, start, rewards)  # an answer's, on its first token
-    advantages, returns = td_error(rewards, old_values, is_first, args.gamma)
+    answer_rewards = torch.zeros_like(rewards).scatter_add(1, start, rewards)  # on an answer's first token
+    advantages, returns = td_error(answer_rewards, old_values, is_first, args.gamma)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, is_first)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)

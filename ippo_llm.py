@@ -89,12 +89,12 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     actor_learning_rate: NonNegativeFloat = 5e-4
     critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
-    max_grad_norm: PositiveFloat = 0.3  # clip of the gradient's norm, actor's and critic's each
+    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, actor's and critic's each
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# tasks.load_task makes of these functions what TeamEnv calls: each gets the arguments that it names, of items, turns,
-# num_turns, histories (of one item: item, history), agent_completions ..., and what it returns is checked.
+# A task is these functions. Each names the arguments that it wants, such as turns, histories (all: docs/tasks.md).
+# tasks.load_task, in main, makes of them what TeamEnv calls: it gives them those, and checks what they return.
 
 
 def train_dataset(size, seed):

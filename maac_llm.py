@@ -2,25 +2,27 @@
 
 Each agent has its own actor. The team has one critic, a model of its own. As in CoMLRL there is no probability ratio
 and no clipping of the policy loss; ppo_llm.py has both. t is a turn; h_t is all that the agents have read and written
-before they answer in it, which the critic reads. An actor reads its own part of it, h_t^i, and answers with a_t^i:
+before they answer in it, which the critic reads. An actor reads its own part of it, h_t^i, and answers with a_t^i; its
+log pi is the sum over the tokens:
 
-    V(h_t)  = critic(h_t) + b_t                        b_t: mean of what episodes earn from turn t on (no KL penalty)
-    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  TD error, the same for all agents; V = 0 after the last turn
-    actor i   maximises  mean of  log pi(a_t^i|h_t^i) A_t  over the turns of a mini-batch, log pi the sum of the tokens'
-                         + beta H, the mean over the sampled tokens
+    s       = std of what the rollout's episodes earn, or 0.98 of the last update's s if that is more
+    r_t     = mean of what the agents earn in turn t / (s + 0.001) - kl_coef (sum over agents of log pi - log pi_ref)
+    b_t     = mean reward of episodes from turn t on   of those that have a turn t; without gamma and KL
+    V(h_t)  = critic(h_t) + b_t
+    A_t     = r_t + gamma V(h_{t+1}) - V(h_t)          the TD error, the same for all agents; V = 0 after the last turn
+    actor i   maximises  mean of  log pi(a_t^i|h_t^i) (A_t - mean) / (std + 0.3)  + beta H, its mean over the tokens
     critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2
 
-r_t is the mean of what the agents earn in turn t (opposite rewards cancel), divided by s, less kl_coef times the sum of
-log pi - log pi_ref over all agents' tokens of turn t; s: deviation of episode returns, or 0.98 of the last s if more.
-Actors have (A_t - mean) / (std + 0.3), so that small differences, which are mostly noise, stay small. beta is
---entropy-coef, H the entropy, V_old V before the update.
+Means are over the turns of a mini-batch; r, A and V_old are of before the update; beta is --entropy-coef. 0.3 keeps
+small differences small: mostly noise. V = 0 also where an episode was cut short. Of opposite rewards a team learns
+nothing. An update reads transcripts once with actors, references and critic, then with actors and critic in each epoch.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
 
 Models stay in eval mode, without dropout. log pi is over the whole vocabulary, even if --top-k truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
-Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
+Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns, columns 1 to T.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
 """
 
@@ -85,8 +87,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# tasks.load_task makes of these functions what TeamEnv calls: each gets the arguments that it names, of items, turns,
-# num_turns, histories (of one item: item, history), agent_completions ..., and what it returns is checked.
+# A task is these functions. Each names the arguments that it wants, such as turns, histories (all: docs/tasks.md).
+# tasks.load_task, in main, makes of them what TeamEnv calls: it gives them those, and checks what they return.
 
 
 def train_dataset(size, seed):
@@ -332,18 +334,18 @@ def policy_forward(policy, rollout, rows, args):
 
 @dataclass
 class TeamText:
-    """What a team reads and writes in B episodes, as its critic reads it. A turn of those who act in it, | at V(h_t):
+    """What the critic reads of B episodes: turn after turn what each agent that acts in it reads, then what it writes.
 
-    Agent 0 reads: prompt, Agent 1 reads: prompt | Agent 0 writes: answer, Agent 1 writes: answer
+    Agent 0 reads: prompt, Agent 1 reads: prompt <end> Agent 0 writes: answer, Agent 1 writes: answer
     """
 
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
-    turns: torch.Tensor  # [B, S] t where all that stands before is h_t, 0 elsewhere
+    turns: torch.Tensor  # [B, S] t on the <end> of turn t, before which stands h_t; 0 elsewhere
 
 
 def critic_forward(critic, text, rows, played):
-    """V(h_t) less b_t, [b, T + 1], in column t; 0 where turn t was not played. A text has a mark for each that was."""
+    """V(h_t) less b_t, [rows, T + 1]. A text's n-th <end> is that of its n-th played turn, to whose column V goes."""
     out = critic.critic.read(text.ids[rows], text.attention_mask[rows], before=text.turns[rows] > 0)
     return models.unflatten(critic.value_head(out.hidden_states), played[rows] > 0)
 
@@ -353,7 +355,7 @@ def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
-    rewards = played = 0.0  # [B, T + 1] the mean of the agents' rewards; 1 on turns in which somebody acted
+    rewards = played = 0.0  # [B, T + 1] in column t the mean of what the agents earn in turn t; 1 if somebody acted
     for rollout, mask in zip(rollouts, masks):
         rewards += models.rewards_by_turn(rollout, num_turns) / len(agents)
         played = (played + models.sum_by_turn(mask, rollout.turns, num_turns)).clamp(max=1)
@@ -374,7 +376,7 @@ def learn(agents, critic, rollouts, args, generator):
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
         for agent, rollout, mask in zip(agents, rollouts, masks):
-            old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
+            old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio needs all agents'
             ref_logprobs = torch.zeros_like(mask)
             for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
@@ -387,36 +389,35 @@ def learn(agents, critic, rollouts, args, generator):
             old_values[rows] = (baseline + critic_forward(critic, text, rows, played)) * played[rows]
 
     # 4. Advantages. Another algorithm puts its own here
-    next_values = pad(old_values[:, 1:], (0, 1))  # V(h_{t+1}); 0 after the last turn
-    returns = (rewards + args.gamma * next_values) * played
+    returns = (rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) is 0 after the last turn
     advantages = returns - old_values  # the TD error
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, played)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)
 
     # 5. Optimiser steps
-    losses = []
+    losses, value_losses = [], []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_actions = distributed.mean(played[minibatch].sum()).clamp(min=1)  # mean of processes, as gradients are
+            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1)  # mean of processes, as gradients are
+            num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
                 terms = []
-                for agent, rollout, mask in zip(agents, rollouts, masks):
+                for agent, rollout, mask, count in zip(agents, rollouts, masks, num_tokens):
                     logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
                     own_advantages = advantages[rows].gather(1, rollout.turns[rows])  # a token has that of its turn
-                    policy_loss = -(logprobs * own_advantages * mask[rows]).sum() / num_actions
-                    num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)
-                    mean_entropy = (entropy * mask[rows]).sum() / num_tokens
+                    policy_loss = -(logprobs * own_advantages * mask[rows]).sum() / num_played
+                    mean_entropy = (entropy * mask[rows]).sum() / count
                     loss = policy_loss - args.entropy_coef * mean_entropy
                     loss.backward()  # gradients of micro-batches add up
-                    terms += [policy_loss, mean_entropy]
-
+                    terms.append(torch.stack([policy_loss, mean_entropy]).detach())
                 values = baseline + critic_forward(critic, text, rows, played)
-                value_loss = ((values - returns[rows]) ** 2 * played[rows]).sum() / num_actions
+                value_loss = ((values - returns[rows]) ** 2 * played[rows]).sum() / num_played
                 value_loss.backward()
-                losses.append(torch.stack([*terms, value_loss]).detach())
+                losses.append(torch.stack(terms))  # [N, 2]
+                value_losses.append(value_loss.detach())
 
             grad_norms = []
             for learner in *agents, critic:
@@ -427,11 +428,11 @@ def learn(agents, critic, rollouts, args, generator):
         learner.schedule.step()
 
     # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last, the rest from before the update
-    *terms, value_loss = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
-    for i, own_metrics in enumerate(metrics):
-        own_metrics |= {"policy_loss": terms[2 * i], "entropy": terms[2 * i + 1], "grad_norm": grad_norms[i]}
+    num_steps = args.update_epochs * len(minibatches)
+    for own, (policy_loss, entropy), grad_norm in zip(metrics, torch.stack(losses).sum(0) / num_steps, grad_norms):
+        own |= {"policy_loss": policy_loss, "entropy": entropy, "grad_norm": grad_norm}
     return metrics, {
-        "value_loss": value_loss,
+        "value_loss": torch.stack(value_losses).sum() / num_steps,
         "grad_norm": grad_norms[-1],
         "explained_variance": distributed.explained_variance(returns, old_values, played),
     }

@@ -84,8 +84,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# tasks.load_task makes of these functions what TeamEnv calls: each gets the arguments that it names, of items, turns,
-# num_turns, histories (of one item: item, history), agent_completions ..., and what it returns is checked.
+# A task is these functions. Each names the arguments that it wants, such as turns, histories (all: docs/tasks.md).
+# tasks.load_task, in main, makes of them what TeamEnv calls: it gives them those, and checks what they return.
 
 
 def train_dataset(size, seed):

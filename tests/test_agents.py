@@ -157,10 +157,10 @@ def test_actor_and_critic_learn_at_their_own_rates(tokenizer, separate):
 
 
 def test_the_flags_of_adam_go_to_every_optimiser(tokenizer):
-    flags = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-7, "weight_decay": 0.2}
+    flags = {"adam_beta1": 0.8, "adam_beta2": 0.97, "adam_epsilon": 1e-7, "weight_decay": 0.2}
     for optimizer in build(ppo_llm, tokenizer, **flags)[0].optimizers:
         group = optimizer.param_groups[0]
-        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.95), 1e-7, 0.2)
+        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.97), 1e-7, 0.2)
 
 
 @pytest.mark.parametrize("script", [ippo_llm, maac_llm, magrpo_llm, ppo_llm])

@@ -58,7 +58,8 @@ class OptimizerArgs:
 
     weight_decay: NonNegativeFloat = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # decay of the first moment
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999  # decay of the second moment
+    # decay of the second moment; with 0.999 a rare large gradient makes a large step
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     adam_epsilon: PositiveFloat = 1e-8  # term added to the denominator
 
 
