@@ -80,7 +80,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     action_granularity: Literal["token", "turn", "auto"] = "token"
     # V of an answer, from its tokens' V: but for the first, these have read a part of it
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(
-        "action_granularity=token", default="first_value"
+        "action_granularity=token", "action_granularity=auto&num_turns=1", default="first_value"
     )
     gamma: Fraction = 1.0  # discount factor, from action to action
     gae_lambda: Fraction = 0.85  # 0.95 for long answers in one turn
@@ -91,7 +91,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Optimisation
     update_epochs: PositiveInt = 2  # passes over a rollout
     clip_coef: PositiveFloat = 0.2  # eps, of the ratio and of values
-    turn_level_clip: bool = not_with("action_granularity=token", default=False)  # the ratio of a turn, not of a token
+    # the ratio of a turn, not of a token
+    turn_level_clip: bool = not_with("action_granularity=token", "action_granularity=auto&num_turns=1", default=False)
     kl_loss_coef: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process

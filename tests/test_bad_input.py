@@ -325,6 +325,8 @@ def test_flags_of_turns_are_refused_where_tokens_are_actions():
     for flags in ({"turn_level_clip": True}, {"turn_value_reduction": "mean"}):
         with pytest.raises(UserError, match="has no effect with --action-granularity token$"):
             ppo_llm.main(ppo_llm.Args(**flags))
+        with pytest.raises(UserError, match="has no effect with --action-granularity auto --num-turns 1$"):
+            ppo_llm.main(ppo_llm.Args(action_granularity="auto", num_turns=1, **flags))
 
 
 def test_an_environment_in_which_nobody_observes_anything_is_refused(tmp_path, small):

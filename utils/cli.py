@@ -209,7 +209,7 @@ def needs(*others, default=None):
 
 
 def not_with(*others, default=None):
-    """The default of a flag that has no effect beside others, which are named: a flag, or flag=value."""
+    """The default of a flag that has no effect beside others, which are named: flag, flag=value, or several by &."""
     return void_flag(default, [(other, True) for other in others])
 
 
@@ -227,12 +227,16 @@ def check_needs(args):
     for field in dataclasses.fields(args):
         if getattr(args, field.name) != getattr(default, field.name):
             for condition, void in field.metadata.get("void", ()):
-                other, _, value = condition.partition("=")
-                is_on = getattr(args, other) == value if value else bool(getattr(args, other))
-                if is_on == void:
+                others = [other.partition("=") for other in condition.split("&")]
+                if void == all(is_on(args, other, value) for other, _, value in others):
                     beside = "with" if void else "without"
-                    words = f"{flag_name(other)} {value}".rstrip()
+                    words = " ".join(f"{flag_name(other)} {value}".rstrip() for other, _, value in others)
                     raise UserError(f"{flag_name(field.name)} has no effect {beside} {words}")
+
+
+def is_on(args, flag, value):
+    """Whether a flag has a value, given as text; with "": whether it is on."""
+    return str(getattr(args, flag)) == value if value else bool(getattr(args, flag))
 
 
 OF_START = {"pause_at": None, "overwrite": False}  # flags that hold for one start of a run, and not for the next
