@@ -341,7 +341,7 @@ def warn_of_learning_rate(agents, args):
     size = max(sizes, default=0)
     if size >= LARGE and rate > LARGEST_RATE:
         takes = f"all {size / 1e6:.0f} million weights of a model learn at {flag_name('actor_learning_rate')} {rate:g}"
-        say(f"{takes}, which may ruin it within a few updates: try 1e-5 or less, or adapters (--lora-rank 16)")
+        say(f"{takes}, which may ruin it within a few updates: try 1e-5 or less")
 
 
 def count_parameters(policy):
