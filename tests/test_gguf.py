@@ -81,7 +81,8 @@ def write(path, model, tokenizer, architecture="llama", pre="gpt-2", kind="F32",
     for name, new_name in names_of(config.num_hidden_layers).items():
         x = model.state_dict()[name].numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # pairs of a rotation are neighbours in a GGUF
-            x = x.reshape(config.num_attention_heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape).copy()
+            heads = len(x) // config.head_dim
+            x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape).copy()
         if new_name in without:
             continue
         if kind == "F32" or x.ndim == 1:
@@ -106,8 +107,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    """A small Llama, whose settings float32 holds, as a GGUF has them."""
-    return build_model(tokenizer, rms_norm_eps=2.0**-20, pad_token_id=0, bos_token_id=None).eval()
+    """A small Llama with a key for two queries, whose settings float32 holds, as a GGUF has them."""
+    settings = {"rms_norm_eps": 2.0**-20, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": None}
+    return build_model(tokenizer, **settings).eval()
 
 
 @pytest.fixture(scope="module")
