@@ -215,6 +215,29 @@ def test_a_way_to_split_that_is_not_known_is_said(model, tokenizer, tmp_path, ca
     assert read(TEXT).input_ids == tokenizer(TEXT).input_ids
 
 
+def test_a_vocabulary_of_sentencepiece_is_read_by_transformers_with_the_special_tokens_of_the_file(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "words.gguf", "llama")
+    words = ["▁", "h", "i", "t", "hi", "▁hi"]
+    tokens = ["<unk>", "<s>", "</s>", "<|end|>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    for name in ("block_count", "context_length", "embedding_length", "feed_forward_length", "head_count"):
+        getattr(writer, f"add_{name}")(1)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 260 + [-1.0 - k for k in range(4)] + [-0.5, -0.1])
+    writer.add_token_types([2, 3, 3, 3] + [6] * 256 + [1] * len(words))
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    read = load_tokenizer(str(tmp_path / "words.gguf"), "--model")
+    assert (read.bos_token, read.eos_token, read.pad_token, read.unk_token) == ("<s>", "<|end|>", "<|end|>", "<unk>")
+    ids = read("hi hi<|end|>", add_special_tokens=False).input_ids
+    assert read.convert_ids_to_tokens(ids) == ["▁hi", "▁hi", "<|end|>"]
+    assert read.decode(ids, skip_special_tokens=True) == "hi hi"
+
+
 def test_a_folder_with_one_file_is_the_model_too(file, model, tmp_path):
     shutil.copy(file, tmp_path)
     config = check_model(str(tmp_path), "--model", False, {"max_position_embeddings": 99}, "--model-config")

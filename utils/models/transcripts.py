@@ -172,8 +172,12 @@ def end_tokens(model, tokenizer):
     """The ids that end an answer: the tokenizer's and, of which there may be several, the model's own."""
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    size = getattr(model.config.get_text_config(), "vocab_size", math.inf)  # others are never sampled
-    return sorted(end for end in ends if end is not None and end < size)
+    return sorted(end for end in ends if end is not None and can_be_sampled(end, model))
+
+
+def can_be_sampled(number, model):
+    """Whether the model knows the token of that number."""
+    return number < getattr(model.config.get_text_config(), "vocab_size", math.inf)
 
 
 def closing_token(tokenizer):
@@ -201,7 +205,7 @@ def mend_end_tokens(model, tokenizer, name):
     """Let an answer end where the chat template closes it too, also in what is saved of the model, and say so."""
     closing = closing_token(tokenizer)
     ends = end_tokens(model, tokenizer)
-    if closing is None or closing in ends or closing >= model.config.get_text_config().vocab_size:
+    if closing is None or closing in ends or not can_be_sampled(closing, model):
         return
     model.generation_config.eos_token_id = sorted({*ends, closing})
     token = tokenizer.convert_ids_to_tokens(closing)
