@@ -288,8 +288,10 @@ def test_a_critic_starts_from_one_and_reads_with_its_tokenizer(file, tokenizer, 
     assert (tmp_path / "team" / "critic" / "config.json").is_file()
 
 
-def test_adapters_on_one_are_merged_into_an_ordinary_folder(file, tmp_path):
-    train("ppo", file, tmp_path / "run")
+def test_adapters_on_one_are_merged_into_an_ordinary_folder(file, model, tmp_path):
+    train("ppo", file, tmp_path / "run", save_base=True)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "base")
+    torch.testing.assert_close(base.state_dict(), model.state_dict(), atol=0, rtol=0)
     merge_adapter.main(merge_adapter.Args(agent=str(tmp_path / "run" / "agent_0"), out=str(tmp_path / "merged")))
     assert AutoConfig.from_pretrained(tmp_path / "merged").model_type == "llama"
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
