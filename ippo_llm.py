@@ -52,7 +52,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
 
     seed: NonNegativeInt = 1  # the same seed gives the same run
-    model: tuple[str, ...] = ("utils/tiny_lm",)  # folder or hub name of the initial models: one for all, or one each
+    model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2
     use_separate_critic: bool = False  # a critic is a model of its own; else a value head on the actor
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning

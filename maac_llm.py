@@ -50,7 +50,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
 
     seed: NonNegativeInt = 1  # the same seed gives the same run
-    model: tuple[str, ...] = ("utils/tiny_lm",)  # folder or hub name of the initial models: one for all, or one each
+    model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set

@@ -53,7 +53,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
 
     seed: NonNegativeInt = 1  # the same seed gives the same run
-    model: tuple[str, ...] = ("utils/tiny_lm",)  # folder or hub name of the initial models: one for all, or one each
+    model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1
     self_play: bool = False  # one agent in all --num-agents seats, which learns from all their transcripts
     use_separate_critic: bool = True  # a critic has adapters, or a model, of its own; else a value head on the actor

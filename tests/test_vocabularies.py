@@ -97,7 +97,7 @@ def test_a_separate_critic_knows_what_its_actor_does(larger, tmp_path):
 def endless():
     """A model and its tokenizer, without an end token."""
     model, own = copy.deepcopy(small_model())
-    own.eos_token = None
+    own.eos_token = own.chat_template = None
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     return model, own
 
@@ -119,6 +119,7 @@ def test_without_an_end_token_answers_have_full_length_and_it_is_said_once(scrip
 def test_an_end_token_that_the_model_does_not_know_is_none(capsys):
     model, own = copy.deepcopy(small_model())
     own.add_special_tokens({"eos_token": "<new end>"})
+    own.chat_template = None  # which would end answers with a token that it knows
     model.generation_config.eos_token_id = None
     (agent, _) = make_agents(model, own)
     assert agent.end_ids.tolist() == [] and "has no end token" in capsys.readouterr().out

@@ -21,6 +21,7 @@ from utils.files import read_json, writing
 from utils.models.adapters import WEIGHTS, add, check_base, load_adapter, wrap
 from utils.models.loading import load_model
 from utils.models.lora import CONFIG, read_config
+from utils.models.transcripts import mend_end_tokens
 from utils.models.weights import BASE
 
 
@@ -62,6 +63,7 @@ def main(args):
         tokenizer = AutoTokenizer.from_pretrained(agent)
     except Exception as error:
         raise UserError(f"{agent} has no tokenizer that can be loaded: {error}") from error
+    mend_end_tokens(base, tokenizer, name)
 
     model = wrap(base, config)
     add(model, "agent_0_actor")

@@ -1,4 +1,4 @@
-"""Models and tokenizers in: ordinary Hugging Face folders or hub names, safetensors and JSON only."""
+"""Models and tokenizers in: ordinary Hugging Face folders or hub names, safetensors and JSON only, or GGUF files."""
 
 import contextlib
 import copy
@@ -13,18 +13,25 @@ import transformers
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from utils.cli import UserError, flag_name, one_line, write_settings
 from utils.distributed import say
 from utils.files import disk_errors
-from utils.models import causal_lm
+from utils.models import causal_lm, gguf
 
 
 def locate(name):
     """A model's folder, seen from here or from the scripts' own folder; or the hub name, as it is."""
     beside = Path(__file__).resolve().parents[2] / name
     return str(beside) if not Path(name).exists() and beside.exists() else name
+
+
+def source(name, flag):
+    """What from_pretrained takes for a model: its folder or hub name, and options, which name the file of a GGUF."""
+    path = locate(name)
+    file = gguf.find(path, flag)
+    return (path, {}) if file is None else (str(file.parent), {"gguf_file": file.name})
 
 
 def per_agent(flag, names, num_agents):
@@ -65,11 +72,18 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
         raise UserError(f"{flag}: the run's model was loaded in Python, and has no name: it is to be given (model=)")
     settings = settings or {}
     name = locate(name)
-    if Path(name).exists():
+    file = gguf.find(name, flag)
+    if file is not None:
+        gguf.check(file, flag)
+        if "quantization_config" in settings:
+            raise UserError(f"{settings_flag} quantization_config: a GGUF takes none, as its weights are dequantised")
+    elif Path(name).exists():
         if (Path(name) / settings.get("subfolder", "") / "adapter_config.json").is_file():
             raise UserError(f"{flag} {name} {WITHOUT_ADAPTERS}")
         if not (Path(name) / settings.get("subfolder", "") / "config.json").is_file():
             raise UserError(f"{flag} takes a model's folder or a hub name, and {name} has no config.json")
+    elif name.endswith(".gguf"):
+        raise UserError(f"{flag}: there is no file {name}")
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         raise UserError(f"{flag} takes a model's folder or a hub name, and there is no folder {name}")
     else:
@@ -80,8 +94,10 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             message = f"{flag} takes a model's folder or a hub name; {name} is no folder and can't be reached"
             raise UserError(f"{message}: {reason}") from error
-    with loading(flag, name) as path:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **place(settings))
+    path, options = source(name, flag)
+    options["trust_remote_code"] = trust_remote_code
+    with loading(flag, name):
+        config = AutoConfig.from_pretrained(path, **options, **place(settings))
     for key in settings:
         flag_of_its_own = key.removeprefix("torch_")  # an older name of dtype
         if flag_of_its_own in FLAGS:
@@ -89,8 +105,10 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
         if key not in LOADING and not hasattr(config, key):
             takes = f"what the configuration of {name} has, or {', '.join(LOADING)}"
             raise UserError(f"{settings_flag} takes {takes}, got {key}")
+    if not settings:
+        return config
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **settings)
+        return AutoConfig.from_pretrained(path, **options, **settings)
     except Exception as error:
         raise UserError(f"{settings_flag} {' '.join(write_settings(settings))}: {one_line(error)}") from error
 
@@ -109,10 +127,10 @@ def without_bars():
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Within it, an error becomes a UserError that names the flag; gives the path. No progress bars are shown."""
+    """Within it, an error becomes a UserError that names the flag. No progress bars are shown."""
     try:
         with without_bars():
-            yield locate(name)
+            yield
     except Exception as error:
         raise UserError(f"{flag} {name} can't be loaded: {one_line(error, 1000)}") from error
 
@@ -138,21 +156,22 @@ def check_given(model):
 
 
 def from_pretrained(auto_class, path, *, attn_implementation, **options):
-    """The model of a folder or of the hub, from safetensors only, in eval mode.
+    """The model of a folder or of the hub, from safetensors only, or of a GGUF, in eval mode.
 
-    A model without the attention that is asked for comes with the one that it has, and that is said.
+    A model without the attention that is asked for comes with the one that it has, and that is said. Raises ValueError
+    for a GGUF without some of the weights, and whatever the libraries raise.
     """
     causal_lm.register_attention()
+    options |= {"use_safetensors": True, "output_loading_info": True}
     try:
-        return auto_class.from_pretrained(
-            path, attn_implementation=attn_implementation, use_safetensors=True, **options
-        )
+        model, info = auto_class.from_pretrained(path, attn_implementation=attn_implementation, **options)
     except ValueError as error:
         if "does not support" not in str(error) or "ttention" not in str(error):
             raise
-    model = auto_class.from_pretrained(path, use_safetensors=True, **options)
-    its_own = model.config._attn_implementation
-    say(f"{path} has no {attn_implementation} attention: it is loaded with {its_own}")
+        model, info = auto_class.from_pretrained(path, **options)
+        say(f"{path} has no {attn_implementation} attention: it is loaded with {model.config._attn_implementation}")
+    if "gguf_file" in options and info["missing_keys"]:
+        raise ValueError(f"it has no weights for {', '.join(sorted(info['missing_keys']))}")
     return model
 
 
@@ -165,14 +184,18 @@ def load_model(
     settings=None,
     auto_class=AutoModelForCausalLM,
 ):
-    """A model of a folder or of the hub, frozen and in eval mode. Raises UserError."""
-    with loading(flag, name) as path:
+    """A model of a folder, of the hub or of a GGUF file, frozen and in eval mode. Raises UserError."""
+    path, options = source(name, flag)
+    if options:
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    with loading(flag, name):
         model = from_pretrained(
             auto_class,
             path,
             dtype=getattr(torch, dtype),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            **options,
             **(settings or {}),
         )
     check_whole(model, f"{flag} {name}")
@@ -234,10 +257,18 @@ def try_to_save(thing, **options):
 
 def load_tokenizer(name, flag, trust_remote_code=False, settings=None):
     """A model's tokenizer, with a padding token. Raises UserError."""
-    with loading(flag, name) as path:
-        options = place(settings or {})
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+    with loading(flag, name):
+        tokenizer = read_tokenizer(name, flag, trust_remote_code, settings)
     return add_padding(tokenizer, flag)
+
+
+def read_tokenizer(name, flag, trust_remote_code=False, settings=None):
+    """A model's tokenizer as it is. Raises whatever the libraries raise."""
+    file = gguf.find(locate(name), flag)
+    if file is not None:
+        return gguf.load_tokenizer(file)
+    options = place(settings or {})
+    return AutoTokenizer.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **options)
 
 
 def add_padding(tokenizer, flag):
@@ -378,8 +409,7 @@ def check_critics(initials, args):
             raise UserError(f"{flag} {name} has {room} positions, fewer than the actor reads: it takes {takes}")
         differing = []
         with contextlib.suppress(Exception):  # it has none
-            own = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
-            words = own.get_vocab()
+            words = read_tokenizer(name, flag, args.trust_remote_code).get_vocab()
             differing = [word for word, k in tokenizer.get_vocab().items() if words.get(word) != k]
         if differing:
             of = f"{len(differing)} of the actor's {len(tokenizer)} tokens, such as {one_line(differing[0], 20)!r}"

@@ -23,7 +23,10 @@ from utils import distributed
 from utils.cli import flag_name
 from utils.distributed import say
 from utils.models import adapters, causal_lm, engine, loading, lora, sharding, stages
-from utils.models.transcripts import UNLIMITED, end_tokens, say_what_differs
+from utils.models.transcripts import UNLIMITED, end_tokens, mend_end_tokens, say_what_differs
+
+LARGE = 100_000_000  # parameters of a model that a small model's learning rate ruins
+LARGEST_RATE = 5e-5  # of an actor of such a model, all of whose weights learn, without a warning
 
 
 @dataclass
@@ -205,6 +208,7 @@ class Source:
     def policy(self):
         if self.loaded is None:
             model = loading.load_frozen(self.name, self.args, distributed.device(), self.given)
+            mend_end_tokens(model, self.tokenizer, self.name)
             adapter = None
             if lora.is_wanted(self.args):
                 model = adapters.wrap(model, stages.build_config(model, self.args), self.args)
@@ -324,6 +328,25 @@ def adamw(learners, lr, args):
     parameters = [parameter for each in learners if each is not None for parameter in each.parameters()]
     betas = (args.adam_beta1, args.adam_beta2)
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=args.adam_epsilon, weight_decay=args.weight_decay)
+
+
+def warn_of_learning_rate(agents, args):
+    """Say where the actor of a large model, all of whose weights learn, has the learning rate of a small one.
+
+    An agent without an actor, such as a team's critic, is passed over.
+    """
+    rate = getattr(args, "actor_learning_rate", 0.0)
+    actors = [agent.actor for agent in agents if getattr(agent, "actor", None) is not None]
+    sizes = [count_parameters(actor) for actor in actors if actor.adapter is None]
+    size = max(sizes, default=0)
+    if size >= LARGE and rate > LARGEST_RATE:
+        takes = f"all {size / 1e6:.0f} million weights of a model learn at {flag_name('actor_learning_rate')} {rate:g}"
+        say(f"{takes}, which may ruin it within a few updates: try 1e-5 or less")
+
+
+def count_parameters(policy):
+    """How many numbers of a policy learn."""
+    return sum(parameter.numel() for parameter in policy.parameters())
 
 
 def lr_schedule(optimizer, num_updates, args):

@@ -90,7 +90,7 @@ def check_messages(chat):
         raise TypeError(f"a prompt is a string, or a list of messages with role and content, got {chat!r:.80}")
 
 
-def render(chat, tokenizer, earlier=()):
+def render(chat, tokenizer, earlier=(), add_generation_prompt=True):
     """A chat after earlier messages by the tokenizer's template, up to the start of an answer; on a fixed date.
 
     Raises UserError for a role that the template does not take.
@@ -99,7 +99,7 @@ def render(chat, tokenizer, earlier=()):
     today = datetime.fromisoformat(getattr(tokenizer, "template_date", TEMPLATE_DATE))
 
     def apply(messages):
-        options = {"tokenize": False, "add_generation_prompt": True, "strftime_now": today.strftime}
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "strftime_now": today.strftime}
         try:
             return tokenizer.apply_chat_template([*earlier, *messages], **options)
         except Exception as error:  # of the template's own, or of what it can't compute
@@ -172,8 +172,46 @@ def end_tokens(model, tokenizer):
     """The ids that end an answer: the tokenizer's and, of which there may be several, the model's own."""
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    size = getattr(model.config.get_text_config(), "vocab_size", math.inf)  # others are never sampled
-    return sorted(end for end in ends if end is not None and end < size)
+    return sorted(end for end in ends if end is not None and can_be_sampled(end, model))
+
+
+def can_be_sampled(number, model):
+    """Whether the model knows the token of that number."""
+    return number < getattr(model.config.get_text_config(), "vocab_size", math.inf)
+
+
+def closing_token(tokenizer):
+    """The id of the special token with which the chat template closes an answer; None: there is none."""
+    mark = "ANSWER"
+    asked, answered = ({"role": role, "content": mark} for role in ("user", "assistant"))
+    if not tokenizer.chat_template:
+        return None
+    try:
+        opened, not_opened = (render([asked], tokenizer, add_generation_prompt=each) for each in (True, False))
+        before, _, after = render([asked, answered], tokenizer, add_generation_prompt=False).rpartition(mark)
+    except UserError:
+        return None
+    opening = encode_after(mark, opened.removeprefix(not_opened), tokenizer)  # an answer, or a turn
+    special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    for number in encode_after(mark, after, tokenizer) if mark in before else []:
+        if number in special:
+            return None if number in opening else number
+        if tokenizer.decode([number]).strip():
+            return None
+    return None
+
+
+def mend_end_tokens(model, tokenizer, name):
+    """Let an answer end where the chat template closes it too, also in what is saved of the model, and say so."""
+    closing = closing_token(tokenizer)
+    ends = end_tokens(model, tokenizer)
+    if closing is None or closing in ends or not can_be_sampled(closing, model):
+        return
+    model.generation_config.eos_token_id = sorted({*ends, closing})
+    token = tokenizer.convert_ids_to_tokens(closing)
+    declared = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ends))) or "none"
+    others = f"which is not among its end tokens, {declared}"
+    say(f"{name}: its chat template ends an answer with {token}, {others}: it ends answers here too")
 
 
 def decode(answers, agent, args):

@@ -17,6 +17,7 @@ from utils import distributed
 from utils.cli import Stopped, TaskError, UserError
 from utils.clock import clock
 from utils.files import WriteError, checkpoints, lock, read_json, sync, writing
+from utils.models.policy import warn_of_learning_rate
 from utils.models.stages import load_stage
 from utils.models.weights import load_agents, optimizers_of, save_agents, schedules_of
 from utils.run.checkpoint import newest_whole, random_state, restore_random_state, write_checkpoint
@@ -118,6 +119,7 @@ class Run:
         clock.lap()
         if self.args.load_checkpoint:
             load_stage(self.agents, self.args)
+        warn_of_learning_rate(self.agents, self.args)
         distributed.decide(self.take_folder)
         if self.args.resume or self.fork:
             self.restore()
