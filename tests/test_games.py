@@ -14,6 +14,7 @@ import ppo_llm
 from utils import models, tasks
 from utils.cli import UserError
 from utils.enjoy import show
+from utils.run.metrics import seat_metrics
 from utils.same import timeless
 
 pyspiel = pytest.importorskip("pyspiel")
@@ -219,6 +220,14 @@ def test_the_weight_of_the_entropy_is_lowered_over_the_run(tmp_path):
         train("none", entropy_coef_end=0.1)
 
 
+def test_the_share_of_matches_that_each_seat_wins():
+    earned = [[{1: 1.0, 2: -3.0}, {1: 2.0}, {2: 0.5}, {}], [{2: 1.0}, {1: 2.0}, {}, {}], [{}, {1: 1.0}, {2: 0.25}, {}]]
+    turns = torch.tensor([[1], [1], [1], [0]])  # nobody acts in the last match, and nobody wins the second
+    rollouts = [SimpleNamespace(turns=turns, earned=own) for own in earned]
+    shares = {"agent_0/win_rate": 1 / 3, "agent_1/win_rate": 1 / 3, "agent_2/win_rate": 0.0}
+    assert seat_metrics(rollouts) == pytest.approx(shares)
+
+
 @pytest.mark.parametrize("script", [ippo_llm, magrpo_llm, ppo_llm])
 def test_scripts_play_it_and_the_same_again(tmp_path, script):
     def train(folder):
@@ -230,5 +239,6 @@ def test_scripts_play_it_and_the_same_again(tmp_path, script):
     run = train("one")
     assert run.step == 2 and 0 < run.rows[0]["illegal_rate"] <= 1
     assert {"agent_0/reward_mean", "agent_1/reward_mean"} <= run.rows[0].keys()
+    assert run.rows[0]["agent_0/win_rate"] + run.rows[0]["agent_1/win_rate"] == 1  # nobody draws in it
     train("two")
     assert timeless(tmp_path / "one") == timeless(tmp_path / "two")

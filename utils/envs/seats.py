@@ -23,6 +23,10 @@ class Game:
     def begin(self, seed):
         raise NotImplementedError
 
+    def scores(self, agents, args):
+        """{name in metrics.csv: score} of the agents, for a library that can compute some."""
+        return {}
+
     def make_env(self, task, items, args):
         return Seats(self, items, args)
 
