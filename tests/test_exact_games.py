@@ -311,6 +311,16 @@ def test_one_agent_in_both_seats_follows_the_gradients_of_both(tmp_path):
     assert sum(updates).norm() > 0.1 * updates[0].norm()
 
 
+def test_against_earlier_copies_it_follows_the_gradient_of_the_seat_that_it_has(tmp_path):
+    flags = {"gae_lambda": 1.0, "action_granularity": "token", "self_play": True, "opponents": 1}
+    recorder = learn(ppo_llm, Game(opposite=True), tmp_path, num_updates=2, **flags)
+    gradients = recorder.gradients[0]
+    assert len(gradients) == 2 * len(PLAYS)
+    for seat, own in enumerate((gradients[: len(PLAYS)], gradients[len(PLAYS) :])):  # seat 0 in update 0
+        update = expected_update(own, recorder.probabilities, seat, is_by_turn=False)
+        assert error_of(update, recorder.exact[seat]) < LARGEST_ERROR
+
+
 @pytest.mark.parametrize(
     "paid",
     [

@@ -175,11 +175,14 @@ def test_joined_rollouts_are_the_rows_of_all_seats(tokenizer):
         transcript.answers.append(str(k))
     rollouts = [ppo_llm.Rollout(*models.pad_right(own, agent)) for own in (transcripts[:2], transcripts[2:])]
     whole = ppo_llm.Rollout(*models.pad_right(transcripts, agent))
-    (joined,) = models.join_rollouts([agent], rollouts)
+    (joined,) = models.join_rollouts([agent], [agent, agent], rollouts)
     for name in ("attention_mask", "turns", "rewards"):
         assert torch.equal(getattr(joined, name), getattr(whole, name))
     assert torch.equal(joined.ids * joined.attention_mask, whole.ids * whole.attention_mask)
-    assert joined.answers == whole.answers and models.join_rollouts([agent] * 2, rollouts) is rollouts
+    assert joined.answers == whole.answers
+    other = SimpleNamespace()
+    assert models.join_rollouts([agent, other], [agent, other], rollouts) == rollouts
+    assert models.join_rollouts([agent], [other, agent], rollouts) == rollouts[1:]
 
 
 def test_one_agent_learns_in_all_seats_and_goes_on_to_the_bit(tmp_path):
