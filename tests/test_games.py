@@ -14,6 +14,7 @@ import ppo_llm
 from utils import models, tasks
 from utils.cli import UserError
 from utils.enjoy import show
+from utils.envs import open_spiel
 from utils.run.metrics import seat_metrics
 from utils.same import timeless
 
@@ -105,12 +106,22 @@ def test_chance_of_the_games_own_is_drawn_from_the_seed():
         ("open_spiel:kuhn_poker(players=3)", "has 3 seats: it takes --num-agents 3, got 2"),
         ("open_spiel:kuhn_poker(players=30)", "num_players"),
         ("open_spiel:kuhn_poker(cards=3)", "Unknown parameter"),
+        ("open_spiel:misere", "Missing parameter game"),
+        ("open_spiel:nfg_game", "map::at"),
+        ("open_spiel:efg_game", "CHECK_TRUE"),
+        ("open_spiel:mfg_garnet", "it is a mean-field game"),
     ],
 )
 def test_a_wrong_name_is_a_line(name, message):
     with pytest.raises(UserError, match="^--env open_spiel") as error:
         load(name)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_game_of_chance_alone_is_a_line(monkeypatch):
+    monkeypatch.setattr(open_spiel.OpenSpiel, "begin", lambda game, seed: SimpleNamespace(seat=None))
+    with pytest.raises(UserError, match="^--env open_spiel:kuhn_poker: only chance moves in it$"):
+        load("open_spiel:kuhn_poker")
 
 
 @pytest.mark.parametrize("library, module", [("open_spiel", "pyspiel"), ("textarena", "textarena")])

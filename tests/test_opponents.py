@@ -172,11 +172,13 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path, small_model):
     assert all(compare(tmp_path / "run", tmp_path / "whole").values())
 
 
-def test_two_processes_meet_the_same_opponents_and_learn_as_one(tmp_path, small_model):
+@pytest.mark.parametrize("more", [[], ["--shard"], ["--shard", "--lora-rank", 0]], ids=str)
+def test_two_processes_meet_the_same_opponents_and_learn_as_one(tmp_path, small_model, more):
     flags = as_words(model=small_model, rollout_buffer_size=8, mini_batch_size=8, max_episodes=48, opponent_interval=1)
     flags += ["--top-k", 1, "--adam-epsilon", 1e-4, "--eval-interval", 3]
+    flags += [x for x in more if x != "--shard"]
     finish("ppo_llm", *flags, "--output-dir", tmp_path / "one")
-    finish_two("ppo_llm", *flags, "--output-dir", tmp_path / "two")
+    finish_two("ppo_llm", *flags, *more, "--output-dir", tmp_path / "two")
     assert largest_difference(tmp_path / "one/agent_0", tmp_path / "two/agent_0") < 1e-4
     for row, other in zip(*map(read_metrics, (tmp_path / "one", tmp_path / "two")), strict=True):
         for name in row:

@@ -43,7 +43,7 @@ def load_game(name, label):
         game = pyspiel.load_game(name)
         if game.get_type().dynamics == pyspiel.GameType.Dynamics.SIMULTANEOUS:
             game = pyspiel.convert_to_turn_based(game)
-    except pyspiel.SpielError as error:
+    except Exception as error:  # SpielError, and whatever else its C++ throws
         raise UserError(f"{label}: {one_line(error)}") from error
     kind = game.get_type()
     if kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
