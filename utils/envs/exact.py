@@ -19,7 +19,7 @@ from utils.envs.open_spiel import text_of
 
 MOST_STATES = 20_000  # information states
 MOST_PLANS = 10_000  # of a seat, in the search for the best play
-CHUNK = 256  # contexts that are read at once
+CHUNK = 64  # rows that are read at once
 
 
 @dataclass
@@ -109,23 +109,45 @@ def answers_of(num_actions, agent, args):
 
 @torch.no_grad()
 def log_probabilities(agent, rows, args):
-    """log pi of answers after contexts, a list of floats for (context, answer) lists of ids."""
-    found = []
-    for start in range(0, len(rows), CHUNK):
-        chunk = rows[start : start + CHUNK]
-        width = max(len(context) + len(answer) for context, answer in chunk) + 1
+    """log pi of answers after contexts, a list of floats for (context, answer) lists of ids.
+
+    What a seat reads later begins with what it has read before: a row that another one begins with is read with that.
+    """
+    found = [0.0] * len(rows)
+    device = agent.actor.device
+    reads = sorted(join_prefixes(rows), key=lambda read: len(read[0]))  # rows of like length: less padding
+    for start in range(0, len(reads), CHUNK):
+        chunk = reads[start : start + CHUNK]
+        width = len(chunk[-1][0]) + 1
         pad = agent.tokenizer.pad_token_id
-        lists = [context + answer for context, answer in chunk]
-        device = agent.actor.device
-        ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids in lists], device=device)
-        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in lists], device=device)
+        ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in chunk], device=device)
+        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in chunk], device=device)
         where = torch.zeros_like(mask, dtype=torch.bool)
-        for row, (context, answer) in enumerate(chunk):
-            where[row, len(context) : len(context) + len(answer)] = True
+        for row, (_, spans) in enumerate(chunk):
+            for _, first, end in spans:
+                where[row, first:end] = True
         logits = agent.actor.read(ids, mask, before=where).logits.float() / args.temperature
         logprobs = logits.log_softmax(-1).gather(1, ids[where][:, None]).squeeze(1)
-        found += models.unflatten(logprobs, where).sum(1).tolist()
+        logprobs = models.unflatten(logprobs, where)
+        for row, (_, spans) in enumerate(chunk):
+            for k, first, end in spans:
+                found[k] = float(logprobs[row, first:end].sum())
     return found
+
+
+def join_prefixes(rows):
+    """The ids that are to be read for all rows: [(ids, [(k, first, end) of row k's answer in them])]."""
+    reads = []
+    order = sorted(range(len(rows)), key=lambda k: rows[k][0] + rows[k][1], reverse=True)
+    for k in order:
+        context, answer = rows[k]
+        ids = context + answer
+        span = (k, len(context), len(ids))
+        if reads and reads[-1][0][: len(ids)] == ids:  # whatever begins with it stands right before it
+            reads[-1][1].append(span)
+        else:
+            reads.append((ids, [span]))
+    return reads
 
 
 def policy_of(game, seats, args, as_played=False, places=None):
