@@ -45,6 +45,7 @@ from utils import distributed, models, tasks
 from utils.cli import Fraction, command_line, flags, needs, not_with
 from utils.clock import timed
 from utils.envs.guess import guess_value, optimum  # noqa: F401  the optimum is drawn beside the curve
+from utils.opponents import Opponents
 from utils.run import FolderArgs, Run
 
 
@@ -56,6 +57,9 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1
     self_play: bool = False  # one agent in all --num-agents seats, which learns from all their transcripts
+    # it plays and learns in one seat, in turn; in the others sit so many earlier copies of it, drawn anew each update
+    opponents: NonNegativeInt = needs("self_play", default=0)
+    opponent_interval: PositiveInt = needs("opponents", default=10)  # updates between copies; the oldest leaves
     use_separate_critic: bool = True  # a critic has adapters, or a model, of its own; else a value head on the actor
     lora_rank: NonNegativeInt = 16  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     use_separate_reference_adapter: bool = True  # the reference has adapters of its own; else it is the initial model
@@ -552,13 +556,17 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
     players = agents * (args.num_agents // len(agents))  # --self-play: one agent has all seats
+    opponents = Opponents(agents[0], initials[0], args) if args.opponents else None
 
     with run.start(agents, generator):  # resumes, and saves however the run ends
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
-            rollouts = play(players, task, items, args, generator)
-            learned = zip(agents, models.join_rollouts(agents, rollouts))
+            seats = opponents.seats(update) if opponents else players
+            rollouts = play(seats, task, items, args, generator)
+            learned = zip(agents, models.join_rollouts(agents, seats, rollouts))
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in learned]
+            if opponents:
+                metrics[0] |= opponents.metrics(update, rollouts)
             for agent in agents:
                 if args.reference_update_interval and (update + 1) % args.reference_update_interval == 0:
                     agent.reference.copy_from(agent.actor)

@@ -1,9 +1,11 @@
 """utils.enjoy: what trained and untouched models write is really theirs, rewards are the task's, the page is safe."""
 
+import io
 import json
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,7 +26,8 @@ from utils.enjoy.text import as_text, mean_rewards
 from utils.tasks import number, tldr
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-TINY = str(Path(__file__).resolve().parent.parent / "utils/tiny_lm")
+ROOT = Path(__file__).resolve().parent.parent
+TINY = str(ROOT / "utils/tiny_lm")
 SMALL = {"train_size": 8, "rollout_buffer_size": 8, "mini_batch_size": 8, "num_train_epochs": 1, "eval_interval": 0}
 SMALL |= {"eval_size": 4, "actor_learning_rate": 0.01}
 
@@ -377,3 +380,72 @@ def test_code_of_models_is_not_taken_by_the_word_of_a_folder(copied):
     with pytest.raises(UserError, match="add --trust-remote-code, if you trust it"):
         run_command(copied)
     assert len(run_command(copied, "--items", 1, "--trust-remote-code")) == 1
+
+
+# --- A person in a seat -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kuhn(tmp_path_factory):
+    """The folder of a run of PPO, whose agent has both seats of Kuhn poker."""
+    pytest.importorskip("pyspiel")
+    folder = tmp_path_factory.mktemp("kuhn") / "run"
+    flags = {"env": "open_spiel:kuhn_poker", "num_agents": 2, "self_play": True, "num_turns": 3, "max_new_tokens": 2}
+    train(folder, ppo_llm, lora_rank=4, **flags)
+    return folder
+
+
+def feed(monkeypatch, text):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+@pytest.mark.parametrize("seat", [0, 1])
+def test_a_person_has_a_seat(kuhn, monkeypatch, capsys, seat):
+    feed(monkeypatch, "2\n" * 20)
+    played = run_command(kuhn, "--play", seat, "--items", 3)
+    output = capsys.readouterr().out
+    assert len(played) == 3 and output.count(f"you are seat {seat} ---") == 3
+    for match in played:
+        assert all(text == "2" for own, text in match.moves if own == seat) and {own for own, _ in match.moves} == {
+            0,
+            1,
+        }
+        num_illegal = sum(own != seat and text.strip() not in ("1", "2") for own, text in match.moves)
+        assert sum(match.earned) == -num_illegal
+    assert output.count(f"You are player {seat}.") == sum(own == seat for match in played for own, _ in match.moves)
+    assert f"You are player {1 - seat}." not in output  # what the other holds is not shown
+    mean = sum(match.earned[seat] for match in played) / 3
+    assert output.rstrip().endswith(f"you earned {mean:.3f} in a match, in the mean over 3")
+    feed(monkeypatch, "2\n" * 20)
+    assert run_command(kuhn, "--play", seat, "--items", 3) == played
+
+
+def test_a_match_ends_with_the_input(kuhn, monkeypatch, capsys):
+    feed(monkeypatch, "")
+    assert run_command(kuhn, "--play", 0) == []
+    assert capsys.readouterr().out.rstrip().endswith("no further input")
+
+
+def test_the_command_plays_by_standard_input(kuhn):
+    command = [sys.executable, "-m", "utils.enjoy", str(kuhn), "--play", "1", "--items", "1"]
+    done = subprocess.run(command, input="1\n1\n", capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "You are player 1." in done.stdout and "you earned" in done.stdout, done.stderr
+    done = subprocess.run([*command[:-3], "2"], input="", capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "error: --play takes a seat from 0 to 1, got 2" in done.stderr
+
+
+def test_a_person_plays_a_part_of_a_task(run, tmp_path, monkeypatch):
+    train(tmp_path / "run", num_agents=2, max_new_tokens=8)
+    feed(monkeypatch, "a summary\n" * 2)
+    played = run_command(tmp_path / "run", "--play", 1, "--items", 2)
+    assert [match.moves[1] for match in played] == [(1, "a summary")] * 2
+
+
+def test_what_a_person_can_not_play_is_a_line(kuhn, guess):
+    for folder, flags, message in [
+        (guess, [], "--play takes a run of two seats or more"),
+        (kuhn, ["--prompt", "Hello"], "it takes no --prompt and no --html"),
+        (kuhn, ["--html", "page.html"], "it takes no --prompt and no --html"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run_command(folder, "--play", 0, *flags)

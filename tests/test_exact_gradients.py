@@ -62,19 +62,19 @@ GENERATIONS = 2  # of an item, in magrpo_llm
 # --- The game ---------------------------------------------------------------------------------------------------------
 
 
-def build_tokenizer():
+def build_tokenizer(words="_abcdefghijklmno"):
     """A word of one letter for each token but 0, which pads and is not read; there is no end token."""
-    vocabulary = {word: k for k, word in enumerate("_abcdefghijklmno")}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="_"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="_")
+    vocabulary = {word: k for k, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="_"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="_")
 
 
-def build_model():
+def build_model(num_tokens=NUM_TOKENS):
     """A random GPT-2 of one layer, whose policy is far from uniform."""
     torch.manual_seed(GAME_SEED)
     config = GPT2Config(
-        vocab_size=NUM_TOKENS,
+        vocab_size=num_tokens,
         n_positions=64,
         n_embd=8,
         n_layer=1,

@@ -14,6 +14,8 @@ import ppo_llm
 from utils import models, tasks
 from utils.cli import UserError
 from utils.enjoy import show
+from utils.envs import open_spiel
+from utils.run.metrics import seat_metrics
 from utils.same import timeless
 
 pyspiel = pytest.importorskip("pyspiel")
@@ -104,12 +106,22 @@ def test_chance_of_the_games_own_is_drawn_from_the_seed():
         ("open_spiel:kuhn_poker(players=3)", "has 3 seats: it takes --num-agents 3, got 2"),
         ("open_spiel:kuhn_poker(players=30)", "num_players"),
         ("open_spiel:kuhn_poker(cards=3)", "Unknown parameter"),
+        ("open_spiel:misere", "Missing parameter game"),
+        ("open_spiel:nfg_game", "map::at"),
+        ("open_spiel:efg_game", "CHECK_TRUE"),
+        ("open_spiel:mfg_garnet", "it is a mean-field game"),
     ],
 )
 def test_a_wrong_name_is_a_line(name, message):
     with pytest.raises(UserError, match="^--env open_spiel") as error:
         load(name)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_game_of_chance_alone_is_a_line(monkeypatch):
+    monkeypatch.setattr(open_spiel.OpenSpiel, "begin", lambda game, seed: SimpleNamespace(seat=None))
+    with pytest.raises(UserError, match="^--env open_spiel:kuhn_poker: only chance moves in it$"):
+        load("open_spiel:kuhn_poker")
 
 
 @pytest.mark.parametrize("library, module", [("open_spiel", "pyspiel"), ("textarena", "textarena")])
@@ -174,11 +186,14 @@ def test_joined_rollouts_are_the_rows_of_all_seats(tokenizer):
         transcript.answers.append(str(k))
     rollouts = [ppo_llm.Rollout(*models.pad_right(own, agent)) for own in (transcripts[:2], transcripts[2:])]
     whole = ppo_llm.Rollout(*models.pad_right(transcripts, agent))
-    (joined,) = models.join_rollouts([agent], rollouts)
+    (joined,) = models.join_rollouts([agent], [agent, agent], rollouts)
     for name in ("attention_mask", "turns", "rewards"):
         assert torch.equal(getattr(joined, name), getattr(whole, name))
     assert torch.equal(joined.ids * joined.attention_mask, whole.ids * whole.attention_mask)
-    assert joined.answers == whole.answers and models.join_rollouts([agent] * 2, rollouts) is rollouts
+    assert joined.answers == whole.answers
+    other = SimpleNamespace()
+    assert models.join_rollouts([agent, other], [agent, other], rollouts) == rollouts
+    assert models.join_rollouts([agent], [other, agent], rollouts) == rollouts[1:]
 
 
 def test_one_agent_learns_in_all_seats_and_goes_on_to_the_bit(tmp_path):
@@ -219,6 +234,14 @@ def test_the_weight_of_the_entropy_is_lowered_over_the_run(tmp_path):
         train("none", entropy_coef_end=0.1)
 
 
+def test_the_share_of_matches_that_each_seat_wins():
+    earned = [[{1: 1.0, 2: -3.0}, {1: 2.0}, {2: 0.5}, {}], [{2: 1.0}, {1: 2.0}, {}, {}], [{}, {1: 1.0}, {2: 0.25}, {}]]
+    turns = torch.tensor([[1], [1], [1], [0]])  # nobody acts in the last match, and nobody wins the second
+    rollouts = [SimpleNamespace(turns=turns, earned=own) for own in earned]
+    shares = {"agent_0/win_rate": 1 / 3, "agent_1/win_rate": 1 / 3, "agent_2/win_rate": 0.0}
+    assert seat_metrics(rollouts) == pytest.approx(shares)
+
+
 @pytest.mark.parametrize("script", [ippo_llm, magrpo_llm, ppo_llm])
 def test_scripts_play_it_and_the_same_again(tmp_path, script):
     def train(folder):
@@ -230,5 +253,6 @@ def test_scripts_play_it_and_the_same_again(tmp_path, script):
     run = train("one")
     assert run.step == 2 and 0 < run.rows[0]["illegal_rate"] <= 1
     assert {"agent_0/reward_mean", "agent_1/reward_mean"} <= run.rows[0].keys()
+    assert run.rows[0]["agent_0/win_rate"] + run.rows[0]["agent_1/win_rate"] == 1  # nobody draws in it
     train("two")
     assert timeless(tmp_path / "one") == timeless(tmp_path / "two")

@@ -3,6 +3,7 @@
     python -m utils.enjoy RUN                               four held-out items in the terminal, with their rewards
     python -m utils.enjoy RUN --items 8 --html page.html    and as a page that needs no other file
     python -m utils.enjoy RUN --prompt "Say a number."      a prompt of your own, for which there is no reward
+    python -m utils.enjoy RUN --play 0                      you have seat 0 of its game, against the run in the others
 
 Task, items, models and sampling are the run's, from RUN/config.json, and its agents those of the newest checkpoint; the
 same command prints the same again.
@@ -17,6 +18,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from utils.cli import UserError, command_line, flags, one_line
 from utils.enjoy import show
 from utils.enjoy.page import page
+from utils.enjoy.person import play_seat
 from utils.enjoy.text import as_text
 from utils.files import WriteError, write_whole
 from utils.run.reader import read_config
@@ -29,6 +31,7 @@ class EnjoyArgs:
     run: tyro.conf.Positional[str] = ""  # folder of a run
     items: PositiveInt = 4  # held-out items, or seeds of the environment: the first of the run's
     prompt: str | None = None  # a prompt of your own in their place
+    play: NonNegativeInt | None = None  # the seat that you take in --items matches against the run's agents
     html: str | None = None  # a page to write too; what is there is replaced
     seed: NonNegativeInt = 1  # seed of the sampling, the same for both teams
     do_sample: bool = True  # sample as the run did; --no-do-sample: take the likeliest token
@@ -46,12 +49,20 @@ class Args(EnjoyArgs):
 
 
 def main(args):
-    """Show what the teams write, and write the page if one is asked for; returns what `show` does."""
+    """Show what the teams write, and write the page if one is asked for; returns what `show` does.
+
+    With --play it is what `play_seat` does.
+    """
     file = Path(args.html or "page.html")
     if os.path.isdir(file) or not os.path.isdir(file.parent):
         raise UserError(f"--html takes a file to write, in a folder that is there, got {one_line(file, 80)}")
     code = {name: getattr(args, name) for name in ("task", "env", "dataset", "trust_remote_code")}
     code = {name: value for name, value in code.items() if value}
+    if args.play is not None:
+        if args.prompt is not None or args.html:
+            raise UserError("--play is a match in the terminal: it takes no --prompt and no --html")
+        sampling = (args.seed, args.do_sample, args.temperature, args.script)
+        return play_seat(args.run, args.play, args.items, *sampling, **code)
     samples = show(args.run, args.items, args.prompt, args.seed, args.do_sample, args.temperature, args.script, **code)
     print(as_text(samples))
     if args.html:

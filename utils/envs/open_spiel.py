@@ -14,6 +14,7 @@ from utils.envs.seats import Game, check_seats
 
 PIN = "open_spiel==2.0.2"
 LARGEST_SEED = 2**31 - 1  # that a game of its own chance takes
+MOST_WATCHED = 2000  # information states of a game that is scored with each evaluation of a run
 
 
 def load(name, args):
@@ -42,7 +43,7 @@ def load_game(name, label):
         game = pyspiel.load_game(name)
         if game.get_type().dynamics == pyspiel.GameType.Dynamics.SIMULTANEOUS:
             game = pyspiel.convert_to_turn_based(game)
-    except pyspiel.SpielError as error:
+    except Exception as error:  # SpielError, and whatever else its C++ throws
         raise UserError(f"{label}: {one_line(error)}") from error
     kind = game.get_type()
     if kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
@@ -62,6 +63,26 @@ class OpenSpiel(Game):
         super().__init__(game.num_players())
         self.game = game
         self.label = label
+        self.places = None  # the information states, found when they are first needed; {}: it has no exact score
+
+    def scores(self, agents, args):
+        """{name in metrics.csv: exact score} of the agents as they are; nothing of a game that is too large."""
+        from utils.envs import exact  # which reads what this module writes
+
+        seats = exact.seats_of(agents, self.num_seats)
+        if self.places is None:
+            self.places = {}
+            try:
+                self.places = exact.find_places(self.game, seats, args, most=MOST_WATCHED)
+            except UserError as error:
+                say(f"no exact score in metrics.csv: {error}")
+        if not self.places:
+            return {}
+        policy, _ = exact.policy_of(self.game, seats, args, places=self.places)
+        found = exact.score(self.game, policy, with_optimum=False)
+        if found.exploitability is None:
+            return {"eval/return": found.returns[0]}
+        return {"eval/exploitability": found.exploitability}
 
     def begin(self, seed):
         return Match(self.seeded(seed), seed)

@@ -6,6 +6,8 @@ A library's games become such an environment by a subclass of Game. Its begin(se
     text(seat) -> what that seat reads
     move(answer) -> whether the answer of the seat whose move it is was legal; it moves in any case
     returns() -> what each seat has earned so far
+
+and, if the library knows it, answers() -> texts that whoever is to move may say.
 """
 
 from utils.cli import UserError
@@ -22,6 +24,10 @@ class Game:
 
     def begin(self, seed):
         raise NotImplementedError
+
+    def scores(self, agents, args):
+        """{name in metrics.csv: score} of the agents, for a library that can compute some."""
+        return {}
 
     def make_env(self, task, items, args):
         return Seats(self, items, args)

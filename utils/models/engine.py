@@ -109,7 +109,7 @@ def hand_over(agent, agents, args):
     same_base = [each for each in agents if each.actor.model is actor.model]
     adapters.unmerge(actor.model)
     agent.engine = get_adapter_engine(actor.model, args, len(same_base))
-    agent.engine.hand_over_adapter(same_base.index(agent), actor)
+    agent.engine.hand_over_adapter([*dict.fromkeys(same_base)].index(agent), actor)
 
 
 def generate(agent, contexts, args, generator):

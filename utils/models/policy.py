@@ -296,7 +296,7 @@ def sampling(agents, args):
             agent.actor.shard()
     with sharding.whole_models(models), contextlib.ExitStack() as stack:
         if args.use_vllm:
-            for agent in agents:
+            for agent in dict.fromkeys(agents):  # one may be in several seats
                 engine.hand_over(agent, agents, args)
         else:
             for model in models[:1]:

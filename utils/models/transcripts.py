@@ -293,10 +293,20 @@ def split_turns(rollout, b, agent):
     return turns
 
 
-def join_rollouts(agents, rollouts):
-    """The rollout that each agent learns from: its own, or, of one agent in all N seats, all of them, with N B rows."""
-    if len(agents) == len(rollouts):
-        return rollouts
+def join_rollouts(agents, players, rollouts):
+    """The rollout that each agent learns from: its own, or, of an agent in several of the N seats, one of S B rows.
+
+    `players` have the seats, in their order, and `rollouts` are theirs. Of who is none of the agents nobody learns.
+    """
+    joined = []
+    for agent in agents:
+        own = [rollout for player, rollout in zip(players, rollouts) if player is agent]
+        joined.append(own[0] if len(own) == 1 else concatenate(own))
+    return joined
+
+
+def concatenate(rollouts):
+    """Rollouts of B rows each as one, padded on the right to the widest."""
     width = max(rollout.ids.shape[1] for rollout in rollouts)
     fields = {}
     for name in vars(rollouts[0]):
@@ -307,7 +317,7 @@ def join_rollouts(agents, rollouts):
             fields[name] = torch.cat(own)
         else:
             fields[name] = torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in own])
-    return [type(rollouts[0])(**fields)]
+    return type(rollouts[0])(**fields)
 
 
 def join_transcripts(agents, rollouts, critic, num_turns):

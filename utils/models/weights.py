@@ -7,11 +7,12 @@ What utils ask of an agent, or of a team's critic, which has no actor:
     optimizers    a list of AdamW
     schedules     a list of torch's learning-rate schedules, stepped once an update
 
-and, if it has them, `reference` and `critic`, Policies too or None, `value_head`, a module, and `state`, a dict of JSON
-values. In a folder an agent has
+and, if it has them, `reference` and `critic`, Policies too or None, `opponents`, a list of Policies, `value_head`, a
+module, and `state`, a dict of JSON values. In a folder an agent has
 
     agent_<i>/                   a Hugging Face folder of the actor, and critic/, one of the critic
     agent_<i>/actor/, critic/, reference/    in its place, where these are adapters, peft's own format
+    agent_<i>/opponent_<k>/      in a checkpoint, earlier copies of the actor
     agent_<i>/value_head.safetensors, base.json, the tokenizer, optimizer_<k>.safetensors with optimizer_<k>.json
     critic/                      the team's critic
     base/                        with --save-base: the base of adapters
@@ -49,7 +50,7 @@ def save_agents(folder, agents, checkpoint=False, with_optimizer=False, with_bas
         if is_main():
             shutil.rmtree(aside, ignore_errors=True)
         has_adapters = False
-        for role, policy in policies_of(agent).items():
+        for role, policy in (policies_of(agent) | (opponents_of(agent) if checkpoint else {})).items():
             if policy.adapter is None:
                 save_model(policy.model, aside / ("" if role == main_role(agent) else role))
             else:
@@ -104,6 +105,11 @@ def policies_of(agent):
     return {role: policy for role, policy in policies.items() if policy is not None}
 
 
+def opponents_of(agent):
+    """Earlier copies of its actor that it plays with, by role: {role: Policy}."""
+    return {f"opponent_{k}": policy for k, policy in enumerate(getattr(agent, "opponents", ()))}
+
+
 def initial_of(agent):
     """The initial model of an agent: its reference, or the base of its adapters; None: it does not have it."""
     reference = getattr(agent, "reference", None)
@@ -155,7 +161,7 @@ def load_agents(folder, agents):
         base = initial_of(agent)
         if read_json(path / BASE).get("fingerprint") != fingerprint_of(base):
             raise UserError(f"the run of {folder} began with another model than agent {i} has here")
-        for role, policy in policies_of(agent).items():
+        for role, policy in (policies_of(agent) | opponents_of(agent)).items():
             if policy.adapter is None:
                 load_weights(path / ("" if role == main_role(agent) else role), policy.model)
             else:

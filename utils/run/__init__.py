@@ -26,8 +26,8 @@ from utils.run.folder import OF_FOLDER, FolderArgs, check_untrained, empty, outp
 from utils.run.fork import COPY, copy_fork, fork_of, put_fork
 from utils.run.kept import Kept
 from utils.run.log import Log, joint_samples
-from utils.run.metrics import agent_metrics, count_tokens, team_metrics
-from utils.run.report import EVAL_REWARD, outcome, side_by_side, time_table
+from utils.run.metrics import agent_metrics, count_tokens, seat_metrics, team_metrics
+from utils.run.report import EVAL_REWARD, EXACT_SCORES, outcome, side_by_side, time_table
 from utils.run.signals import Signals
 from utils.timers import at_rest
 
@@ -36,7 +36,7 @@ __all__ = ["FolderArgs", "Run"]
 SPARE = 50  # saving, where no interval is given, is done once in so many times the seconds that it takes
 PHASES = ("play", "reward", "learn")  # whose seconds are in metrics.csv, and make the speeds
 COLUMNS = {"global_step", "epoch", "samples_per_second", "new_tokens_per_second", EVAL_REWARD}
-COLUMNS |= {f"time/{phase}" for phase in PHASES}
+COLUMNS |= {f"time/{phase}" for phase in PHASES} | {*EXACT_SCORES}
 
 
 class Run:
@@ -238,12 +238,14 @@ class Run:
         one for each agent; means over the processes are written. Raises TaskError where the task's metrics have names
         that are taken, Stopped after a signal, WriteError where the disk does not take it.
         """
+        scores = self.scores() if eval_reward is not None else {}
         seconds = self.lap()
         with clock.timed("log, save"):
             row = self.row(self.step + 1, items, rollouts, metrics, critic_metrics, seconds)
             self.step += 1
             self.keep()
             row[EVAL_REWARD] = None if eval_reward is None or math.isnan(eval_reward) else float(eval_reward)
+            row |= scores
             if distributed.is_main():
                 with writing(self.folder):
                     numbers = {"update": self.step, "global_step": row["global_step"]}
@@ -260,9 +262,16 @@ class Run:
             stopped = f"stopped by {signal.Signals(number).name} after update {self.step} of {self.num_updates}"
             raise Stopped(f"{stopped}; {self.how_to_go_on()}", number)
 
+    @clock.timed("evaluate")
+    def scores(self):
+        """Exact scores of the agents as they are now, which some games have: {name: float}."""
+        return self.task.scores(self.agents)
+
     def row(self, step, items, rollouts, metrics, critic_metrics, seconds):
         """The row of metrics.csv after so many updates, {name: number or None}. Raises TaskError."""
         metrics = team_metrics(rollouts, self.args.num_turns > 1) | agent_metrics(metrics, critic_metrics)
+        if hasattr(self.task, "TeamEnv") and len(rollouts) > 1:  # seats of a game, or of an environment
+            metrics |= seat_metrics(rollouts)
         extra = self.task.extra_metrics(rollouts, items)
         taken = extra.keys() & {*COLUMNS, *metrics}
         if taken:

@@ -27,6 +27,19 @@ def team_metrics(rollouts, several_turns):
     return {name: float(x) for name, x in metrics.items()}
 
 
+def seat_metrics(rollouts):
+    """How often each seat of a game wins, {name: float}: the share of matches in which it earned more than every other.
+
+    What it earned before it first acted counts too. A match in which nobody acted does not count.
+    """
+    has_acted = torch.stack([(rollout.turns > 0).any(1) for rollout in rollouts]).any(0)  # [B]
+    earned = [[sum(own.values()) for own in rollout.earned] for rollout in rollouts]
+    earned = distributed.gather(torch.tensor(earned, dtype=torch.float64).T[has_acted.cpu()])  # [B, N]
+    best, winners = earned.max(1)
+    is_won = (earned > best[:, None] - 1e-6).sum(1) == 1  # no draw
+    return {f"agent_{i}/win_rate": float((is_won & (winners == i)).double().mean()) for i in range(len(rollouts))}
+
+
 def turn_metrics(rollouts, num_episodes):
     """How many turns an episode has, and what the team earns in each of them."""
     metrics = {"turns": 0.0}

@@ -10,6 +10,7 @@ from utils.cli import one_line, printable
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#555555"]  # Okabe and Ito
 OF_TEAM = ["#444444"]
 EVAL_REWARD = "eval/reward_mean"  # the column of the reward on held-out items
+EXACT_SCORES = {"eval/exploitability": "exploitability, exact", "eval/return": "expected return, exact"}  # of games
 
 
 def draw_curves(rows, path, title, optimum=None):
@@ -40,11 +41,13 @@ def draw_curves(rows, path, title, optimum=None):
         return [line for line in lines if None not in line[1]]
 
     reward = panel("reward", [("training", [row["reward_mean"] for row in rows])], OF_TEAM)
-    evaluated = [row for row in rows if row.get(EVAL_REWARD) is not None]
-    if evaluated:
-        steps_of_them = [row["global_step"] for row in evaluated]
-        values = [row[EVAL_REWARD] for row in evaluated]
-        reward.plot(steps_of_them, values, "o", color="black", markersize=5, label="held-out items")
+    evaluations = {EVAL_REWARD: "held-out items"} | EXACT_SCORES
+    for (column, label), color in zip(evaluations.items(), ("black", *COLORS)):
+        evaluated = [row for row in rows if row.get(column) is not None]
+        if evaluated:
+            steps_of_them = [row["global_step"] for row in evaluated]
+            values = [row[column] for row in evaluated]
+            reward.plot(steps_of_them, values, "o", color=color, markersize=5, label=label)
     if optimum is not None:
         reward.axhline(optimum, color="black", linestyle="--", linewidth=1, label="optimal play")
     reward.legend(frameon=False, fontsize=9)
@@ -81,10 +84,11 @@ def outcome(rows, num_updates, optimum=None):
     text = f"reward: {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} over the last tenth of updates"
     if {(row["reward_mean"], row["reward_std"]) for row in rows} == {(rewards[0], 0.0)}:
         text += ": every episode earned the same"
-    evaluated = [(k, row[EVAL_REWARD]) for k, row in enumerate(rows, 1) if row.get(EVAL_REWARD) is not None]
-    if evaluated:
-        update, reward = evaluated[-1]
-        text += f"; {EVAL_REWARD}: {reward:.3f} {'in the end' if update == num_updates else f'after update {update}'}"
+    for column in (EVAL_REWARD, *EXACT_SCORES):
+        evaluated = [(k, row[column]) for k, row in enumerate(rows, 1) if row.get(column) is not None]
+        if evaluated:
+            update, value = evaluated[-1]
+            text += f"; {column}: {value:.3f} {'in the end' if update == num_updates else f'after update {update}'}"
     if optimum is not None:
         text += f"; optimal play: {optimum:.3f}"
     return text

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from utils import envs
 from utils.cli import TaskError, UserError, describe, one_line
 from utils.distributed import say
+from utils.envs.seats import Game
 from utils.tasks import questions
 from utils.tasks.calls import (
     as_lists,
@@ -147,6 +148,10 @@ class Task:
             return {one_line(name): float(value) for name, value in metrics.items()}
         except (Exception, SystemExit) as error:
             raise TaskError(f"metrics_callback raised {describe(error)}") from error
+
+    def scores(self, agents):
+        """Exact scores of the agents, where the game knows some: {name in metrics.csv: float}."""
+        return self.given.scores(agents, self.args) if isinstance(self.given, Game) else {}
 
     def optimum(self, items):
         """The expected reward of an episode of these items at best; None: the task does not say. Raises UserError."""

@@ -1,0 +1,205 @@
+"""Earlier copies of the learner in the other seats: which they are, who learns from what, and going on to the bit."""
+
+import copy
+import signal
+
+import pytest
+import torch
+from helpers import read_metrics
+from processes import finish, finish_two, largest_difference, start
+
+import ppo_llm
+from utils.cli import UserError
+from utils.files import checkpoints
+from utils.load import load
+from utils.models.weights import opponents_of
+from utils.opponents import Opponents
+from utils.same import compare, timeless
+
+pytest.importorskip("pyspiel")
+
+FLAGS = {"env": "open_spiel:kuhn_poker", "num_agents": 2, "self_play": True, "num_turns": 3, "max_new_tokens": 2}
+FLAGS |= {"rollout_buffer_size": 4, "mini_batch_size": 4, "eval_size": 4, "max_episodes": 24, "lora_rank": 4}
+FLAGS |= {"opponents": 2, "opponent_interval": 2, "save_interval": 1}
+
+
+def train(folder=None, **flags):
+    if "resume" not in flags:
+        flags["output_dir"] = str(folder)
+    return ppo_llm.main(ppo_llm.Args(**(FLAGS | flags)))
+
+
+def weights_of(policy):
+    """A copy of the weights of an actor, or of an opponent, which does not learn."""
+    parameters = policy.parameters() if policy.adapter is not None else policy.model.parameters()
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def same(one, other):
+    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Notes of each update: (the weights of each seat, which of them are the learner's, the rollout it learns from)."""
+    notes = []
+    play, learn = ppo_llm.play, ppo_llm.learn
+
+    def note_play(players, task, items, args, generator):
+        rollouts = play(players, task, items, args, generator)
+        if hasattr(players[0], "opponents") and len({*map(id, players)}) == len(players):  # no evaluation
+            learner = [player.actor.adapter in (None, "agent_0_actor") for player in players]
+            notes.append({"weights": [weights_of(player.actor) for player in players], "rollouts": rollouts})
+            notes[-1]["learner"] = learner
+        return rollouts
+
+    def note_learn(agent, rollout, args, generator):
+        notes[-1]["before"] = weights_of(agent.actor)
+        notes[-1]["learned_from"] = rollout
+        return learn(agent, rollout, args, generator)
+
+    monkeypatch.setattr(ppo_llm, "play", note_play)
+    monkeypatch.setattr(ppo_llm, "learn", note_learn)
+    return notes
+
+
+def test_earlier_copies_have_the_other_seat_and_it_learns_from_its_own(tmp_path, watched):
+    agents, run = train(tmp_path / "run")
+    before = [note["before"] for note in watched]
+    assert len(agents) == 1 and len(before) == 6 and not same(before[0], before[1])
+    there = [[0], [0], [0, 2], [0, 2], [4, 2], [4, 2]]  # updates before which the copies were taken
+    found = set()
+    for update, (note, taken) in enumerate(zip(watched, there)):
+        seat = update % 2
+        assert note["learner"] == [seat == 0, seat == 1]
+        assert note["learned_from"] is note["rollouts"][seat]
+        assert same(note["weights"][seat], before[update])
+        (own,) = [k for k in taken if same(note["weights"][1 - seat], before[k])]
+        found.add(own)
+        row = run.rows[update]
+        assert row["agent_0/reward_against_opponents"] == pytest.approx(row[f"agent_{seat}/reward_mean"])
+        assert row["agent_0/win_rate_against_opponents"] == row[f"agent_{seat}/win_rate"]
+    assert len(found) > 1
+    assert same(weights_of(agents[0].opponents[0]), before[4]) and same(weights_of(agents[0].opponents[1]), before[2])
+    assert not (tmp_path / "run/agent_0/opponent_0").exists()  # they are in checkpoints alone
+    loaded, _ = load(tmp_path / "run", ppo_llm)
+    assert same(weights_of(loaded[0].actor), weights_of(agents[0].actor)) and not opponents_of(loaded[0])
+
+
+def test_seats_of_three_are_drawn_from_the_copies_alike_in_all_processes():
+    class Initial:
+        def frozen_copy(self, name):
+            return Policy()
+
+    class Policy:
+        def copy_from(self, other):
+            self.taken = other.taken
+
+    class Agent:
+        actor = Policy()
+
+    args = ppo_llm.Args(num_agents=3, self_play=True, opponents=3, opponent_interval=1)
+    agent = Agent()
+    pools = [Opponents(agent, Initial(), args), Opponents(copy.copy(agent), Initial(), args)]
+    met = set()
+    for update in range(60):
+        Agent.actor.taken = update
+        torch.rand(update)  # the draws are of no other generator
+        one, other = (pool.seats(update) for pool in pools)
+        assert one[update % 3] is agent and agent not in (one[(update + 1) % 3], one[(update + 2) % 3])
+        ages = [update - player.actor.taken for player in one]
+        assert ages == [update - player.actor.taken for player in other] and max(ages) <= min(2, update)
+        met.add(tuple(ages))
+    assert len(met) > 12
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"lora_rank": 0, "use_separate_reference_adapter": False}], ids=["lora", "whole"]
+)
+def test_a_run_goes_on_to_the_bit(tmp_path, flags):
+    train(tmp_path / "whole", **flags)
+    for pause in (1, 2, 5):
+        run = tmp_path / f"paused_{pause}"
+        train(run, pause_at=pause, **flags)
+        train(resume=str(run), **flags)
+        assert all(compare(run, tmp_path / "whole").values()), pause
+        newest = [checkpoints(folder / "checkpoints")[-1] for folder in (run, tmp_path / "whole")]
+        for path in newest[1].glob("agent_0/opponent_*/*.safetensors"):
+            assert path.read_bytes() == (newest[0] / path.relative_to(newest[1])).read_bytes()
+
+
+def test_a_run_that_fails_in_any_phase_goes_on_to_the_bit(tmp_path, monkeypatch):
+    train(tmp_path / "whole")
+    for name in ("play", "learn", "evaluate"):
+        function = getattr(ppo_llm, name)
+        calls = []
+
+        def fail(*arguments, function=function, calls=calls, name=name):
+            calls.append(name)
+            if len(calls) == (3 if name != "evaluate" else 2):
+                raise UserError("it fails")
+            return function(*arguments)
+
+        run = tmp_path / name
+        with monkeypatch.context() as patch:
+            patch.setattr(ppo_llm, name, fail)
+            with pytest.raises(UserError, match="it fails"):
+                train(run, eval_interval=2)
+        train(resume=str(run), eval_interval=2)
+        if name == "play":
+            train(tmp_path / "evaluated", eval_interval=2)
+        assert all(compare(run, tmp_path / "evaluated").values()), name
+
+
+def as_words(**flags):
+    words = []
+    for name, value in (FLAGS | flags).items():
+        name = "--" + name.replace("_", "-")
+        words += [name] if value is True else [name, value]
+    return words
+
+
+def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path, small_model):
+    flags = as_words(model=small_model, max_episodes=80)
+    finish("ppo_llm", *flags, "--output-dir", tmp_path / "whole")
+    process = start("ppo_llm", *flags, "--output-dir", tmp_path / "run")
+    process.wait_until(lambda: (tmp_path / "run/checkpoints/update_000005").exists())
+    process.signal(signal.SIGKILL)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    finish("ppo_llm", "--resume", tmp_path / "run")
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "whole") and len(timeless(tmp_path / "run")) == 20
+    assert all(compare(tmp_path / "run", tmp_path / "whole").values())
+
+
+@pytest.mark.parametrize("more", [[], ["--shard"], ["--shard", "--lora-rank", 0]], ids=str)
+def test_two_processes_meet_the_same_opponents_and_learn_as_one(tmp_path, small_model, more):
+    flags = as_words(model=small_model, rollout_buffer_size=8, mini_batch_size=8, max_episodes=48, opponent_interval=1)
+    flags += ["--top-k", 1, "--adam-epsilon", 1e-4, "--eval-interval", 3]
+    flags += [x for x in more if x != "--shard"]
+    finish("ppo_llm", *flags, "--output-dir", tmp_path / "one")
+    finish_two("ppo_llm", *flags, *more, "--output-dir", tmp_path / "two")
+    assert largest_difference(tmp_path / "one/agent_0", tmp_path / "two/agent_0") < 1e-4
+    for row, other in zip(*map(read_metrics, (tmp_path / "one", tmp_path / "two")), strict=True):
+        for name in row:
+            if row[name] and not name.startswith("time/") and "per_second" not in name:
+                assert float(other[name]) == pytest.approx(float(row[name]), abs=2e-4, rel=2e-4, nan_ok=True), name
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"self_play": False}, "--opponents has no effect without --self-play"),
+        ({"opponents": 0}, "--opponent-interval has no effect without --opponents"),
+        ({"env": "guess", "num_agents": 1}, "--opponents takes seats for them: --num-agents 2 or more"),
+    ],
+)
+def test_opponents_without_a_seat_are_a_line(tmp_path, flags, message):
+    with pytest.raises(UserError, match=f"^{message}$"):
+        train(tmp_path / "run", **flags)
+
+
+def test_a_fork_with_another_number_of_opponents_is_a_line(tmp_path):
+    train(tmp_path / "run", pause_at=1)
+    with pytest.raises(UserError, match="--opponents 2 there, 3 here"):
+        train(tmp_path / "fork", fork=str(tmp_path / "run"), opponents=3)
