@@ -560,6 +560,9 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
 
     with run.start(agents, generator):  # resumes, and saves however the run ends
         for update in run.updates():
+            for agent in agents:
+                if update and args.reference_update_interval and update % args.reference_update_interval == 0:
+                    agent.reference.copy_from(agent.actor)
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             seats = opponents.seats(update) if opponents else players
             rollouts = play(seats, task, items, args, generator)
@@ -567,9 +570,6 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in learned]
             if opponents:
                 metrics[0] |= opponents.metrics(update, rollouts)
-            for agent in agents:
-                if args.reference_update_interval and (update + 1) % args.reference_update_interval == 0:
-                    agent.reference.copy_from(agent.actor)
             eval_reward = evaluate(players, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
             run.log(items, rollouts, metrics, eval_reward)
     return agents, run

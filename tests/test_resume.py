@@ -104,7 +104,9 @@ PLACES = {
 CUTS = [("ippo", place) for place in PLACES]
 CUTS += [(script, place) for script in SCRIPTS for place in [*PLACES][1:6:3] if script != "ippo"]
 every_cut = pytest.mark.parametrize("script, place", CUTS)
-EVALUATED = {"save_interval": 0, "eval_interval": 1, "eval_size": 2}
+CUTS.append(("ppo", "as it evaluates"))
+EVALUATED = dict.fromkeys(SCRIPTS, {"save_interval": 0, "eval_interval": 1, "eval_size": 2})
+EVALUATED["ppo"] = EVALUATED["ppo"] | {"reference_update_interval": 1}
 
 
 def watch(patch, script, name, on_call):
@@ -126,11 +128,11 @@ def act_in_second_update(monkeypatch, script, place, act):
     calls = []
     with monkeypatch.context() as patch:
         watch(patch, script, name, calls.append)
-        train(script, folder="counted", pause_at=1, **EVALUATED)
+        train(script, folder="counted", pause_at=1, **EVALUATED[script])
     number = len(calls) + call % len(calls)
     with monkeypatch.context() as patch:
         watch(patch, script, name, lambda k: act() if k == number else None)
-        train(script, **EVALUATED)
+        train(script, **EVALUATED[script])
 
 
 @every_cut
@@ -141,8 +143,8 @@ def test_a_run_that_an_error_ended_in_an_update_goes_on_to_the_same_bits(script,
     with pytest.raises(ArithmeticError, match="^a fault$"):
         act_in_second_update(monkeypatch, script, place, fail)
     assert saved_state("run")["step"] == len(timeless("run")) == 1
-    train(script, resume="run", **EVALUATED)
-    assert_same("run", undisturbed(script, **EVALUATED))
+    train(script, resume="run", **EVALUATED[script])
+    assert_same("run", undisturbed(script, **EVALUATED[script]))
 
 
 @every_cut
@@ -159,8 +161,8 @@ def test_what_a_signal_in_an_update_saves_goes_on_to_the_same_bits(script, place
     with pytest.raises(Stopped, match="^stopped by SIGTERM after update 2 of 3"):
         act_in_second_update(monkeypatch, script, place, lambda: signal.raise_signal(signal.SIGTERM))
     for folder in ("killed", "run"):
-        train(script, resume=folder, **EVALUATED)
-        assert_same(folder, undisturbed(script, **EVALUATED))
+        train(script, resume=folder, **EVALUATED[script])
+        assert_same(folder, undisturbed(script, **EVALUATED[script]))
 
 
 def test_a_run_that_fails_in_its_first_update_begins_anew(undisturbed, monkeypatch):
