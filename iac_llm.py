@@ -7,15 +7,15 @@ has read and written before; log pi(a_t|h_t) is the sum over its tokens:
 
     s       = std of what the rollout's episodes earn, or 0.98 of the last update's s if that is more
     r_t     = what it earns until its next answer / (s + 0.001) - kl_coef (log pi - log pi_ref)
-    b_k     = mean reward of episodes from turn k on   of those in which it acts in turn k; without gamma and KL
+    b_k     = mean of what episodes in which it acts in turn k earn from there on / (s + 0.001); without gamma and KL
     V(h_t)  = critic(h_t) + b_k
     A_t     = r_t + gamma V(h_{t+1}) - V(h_t)          the TD error; t + 1: its next answer; V = 0 after the last
     actor     maximises  mean of  log pi(a_t|h_t) (A_t - mean) / (std + 0.3)  + beta H, its mean over the tokens
     critic    minimises  mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),  R_t = A_t + V_old(h_t),
                                   V_clip: V(h_t) within 0.2 of V_old(h_t)
 
-Means are over the answers of a mini-batch; r, A, R and V_old are of before the update; beta is --entropy-coef.
-0.3 keeps small differences small: mostly noise. V = 0 after the last answer also where an episode was cut short. An
+These means are over the answers of a mini-batch, that and std of A over the rollout. r, A, R and V_old are of
+before the update; beta is --entropy-coef. 0.3 keeps small differences small: mostly noise. V = 0 also after a cut. An
 update reads each transcript once with actor, reference and critic, and then with actor and critic in each epoch.
 
     python iac_llm.py --num-agents 2 --use-separate-critic

@@ -7,15 +7,15 @@ has read and written before:
 
     s       = std of what the rollout's episodes earn, or 0.98 of the last update's s if that is more
     r_t     = -kl_coef (log pi - log pi_ref)           on the last token of a turn, plus its reward / (s + 0.001)
-    b_k     = mean reward of episodes from turn k on   of those in which it acts in turn k; without gamma and KL
+    b_k     = mean of what episodes in which it acts in turn k earn from there on / (s + 0.001); without gamma and KL
     V(h_t)  = critic(h_t) + b_k
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next sampled token; V = 0 after the last
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438; R_t = A_t + V(h_t)
     actor     maximises  mean of  log pi(a_t|h_t) (A_t - mean) / (std + 0.3) + beta H(pi(.|h_t))
     critic    minimises  mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),  V_clip: V(h_t) within 0.2 of V_old(h_t)
 
-Means are over the sampled tokens of a mini-batch; r, A, R and V_old are of before the update; beta is --entropy-coef.
-0.3 keeps small differences small: mostly noise. V = 0 after the last token also where an episode was cut short. An
+These means are over the sampled tokens of a mini-batch, that and std of A over the rollout. r, A, R and V_old are of
+before the update; beta is --entropy-coef. 0.3 keeps small differences small: mostly noise. V = 0 also after a cut. An
 update reads each transcript once with actor, reference and critic, and then with actor and critic in each epoch.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic

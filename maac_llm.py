@@ -7,15 +7,15 @@ log pi is the sum over the tokens:
 
     s       = std of what the rollout's episodes earn, or 0.98 of the last update's s if that is more
     r_t     = mean of what the agents earn in turn t / (s + 0.001) - kl_coef (sum over agents of log pi - log pi_ref)
-    b_t     = mean reward of episodes from turn t on   of those that have a turn t; without gamma and KL
+    b_t     = mean of what episodes that have a turn t earn from there on / (s + 0.001); without gamma and KL
     V(h_t)  = critic(h_t) + b_t
     A_t     = r_t + gamma V(h_{t+1}) - V(h_t)          the TD error, the same for all agents; V = 0 after the last turn
     actor i   maximises  mean of  log pi(a_t^i|h_t^i) (A_t - mean) / (std + 0.3)  + beta H, its mean over the tokens
-    critic    minimises  mean of  (V(h_t) - (A_t + V_old(h_t)))^2
+    critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-Means are over the turns of a mini-batch; r, A and V_old are of before the update; beta is --entropy-coef. 0.3 keeps
-small differences small: mostly noise. V = 0 also where an episode was cut short. Of opposite rewards a team learns
-nothing. An update reads transcripts once with actors, references and critic, then with actors and critic in each epoch.
+These means are over the turns of a mini-batch (of H: tokens), that and std of A over the rollout. r, A and V_old are of
+before the update; beta is --entropy-coef. 0.3 keeps small differences small: mostly noise. V = 0 also after a cut. Of
+opposite rewards a team learns nothing. Each transcript is read once before the update, then once in each epoch.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
@@ -341,11 +341,11 @@ class TeamText:
 
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
-    turns: torch.Tensor  # [B, S] t on the <end> of turn t, before which stands h_t; 0 elsewhere
+    turns: torch.Tensor  # [B, S] t on the <end> of turn t, 0 elsewhere; V(h_t) is read at the token before it
 
 
 def critic_forward(critic, text, rows, played):
-    """V(h_t) less b_t, [rows, T + 1]. A text's n-th <end> is that of its n-th played turn, to whose column V goes."""
+    """V(h_t) less b_t, [rows, T + 1]: read before each <end>, put into its turn's column; every played turn has one."""
     out = critic.critic.read(text.ids[rows], text.attention_mask[rows], before=text.turns[rows] > 0)
     return models.unflatten(critic.value_head(out.hidden_states), played[rows] > 0)
 
@@ -376,7 +376,7 @@ def learn(agents, critic, rollouts, args, generator):
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
         for agent, rollout, mask in zip(agents, rollouts, masks):
-            old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio needs all agents'
+            old_logprobs = torch.zeros_like(mask)  # for the KL penalty; for PPO's ratio keep them in a list
             ref_logprobs = torch.zeros_like(mask)
             for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
