@@ -6,7 +6,7 @@ of the policy loss; ppo_llm.py has both. For a token a_t that an agent samples i
 has read and written before:
 
     s       = std of what the rollout's episodes earn, or 0.98 of the last update's s if that is more
-    r_t     = -kl_coef (log pi - log pi_ref)           on the last token of a turn, plus its reward / (s + 0.001)
+    r_t     = -kl_coef (log pi - log pi_ref)           on every token; on a turn's last, + its reward / (s + 0.001)
     b_k     = mean of what episodes in which it acts in turn k earn from there on / (s + 0.001); without gamma and KL
     V(h_t)  = critic(h_t) + b_k
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next sampled token; V = 0 after the last
@@ -15,7 +15,7 @@ has read and written before:
     critic    minimises  mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),  V_clip: V(h_t) within 0.2 of V_old(h_t)
 
 These means are over the sampled tokens of a mini-batch, that and std of A over the rollout. r, A, R and V_old are of
-before the update; beta is --entropy-coef. 0.3 keeps small differences small: mostly noise. V = 0 also after a cut. An
+before the update; beta is --entropy-coef. 0.3 keeps small differences, mostly noise, small. V = 0 also after a cut. An
 update reads each transcript once with actor, reference and critic, and then with actor and critic in each epoch.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
@@ -234,7 +234,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] a turn's reward, on its last token
+    rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
     truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
     answers: list  # B lists of texts, one for each turn
     earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
@@ -287,7 +287,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # by its template; first ends a cut answer
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # chat template; first ends a cut answer
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
@@ -307,11 +307,11 @@ def play(agents, task, items, args, generator):
                 for b, reward in earned.items():
                     own[b].earned[turn] = reward
                     if own[b].answers:  # it learns from nothing that it earns before it first acts
-                        own[b].rewards[-1] += reward  # on the last token that it sampled, whoever acted since
+                        own[b].rewards[-1] += reward  # on a sampled token: an agent reads only just before it acts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # ids, attention_mask, turns, rewards, truncated, answers, earned; all 0 on padding
+    # pad_right makes the fields of a Rollout, in their order; all are 0 on padding
     return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
@@ -335,7 +335,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """V less its baseline, [rows, S], by a critic model, or by a head on the actor, which its gradient trains too."""
+    """V less its baseline, [rows, S], by a critic model, or by a head on the actor, which V's loss trains then."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
@@ -401,7 +401,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean of processes, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # per process, as gradients are
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens

@@ -219,7 +219,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] a turn's reward, on its last token
+    rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
     truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
     answers: list  # B lists of texts, one for each turn
     earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
@@ -272,7 +272,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # by its template; first ends a cut answer
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # chat template; first ends a cut answer
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
@@ -292,11 +292,11 @@ def play(agents, task, items, args, generator):
                 for b, reward in earned.items():
                     own[b].earned[turn] = reward
                     if own[b].answers:  # it learns from nothing that it earns before it first acts
-                        own[b].rewards[-1] += reward  # on the last token that it sampled, whoever acted since
+                        own[b].rewards[-1] += reward  # on a sampled token: an agent reads only just before it acts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # ids, attention_mask, turns, rewards, truncated, answers, earned; all 0 on padding
+    # pad_right makes the fields of a Rollout, in their order; all are 0 on padding
     return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
@@ -372,7 +372,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean of processes, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # per process, as gradients are
             num_answers = distributed.mean(played[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
