@@ -30,7 +30,7 @@ GAME = "open_spiel:kuhn_poker"
 SCORE = "eval/exploitability"
 SAME = f"--env {GAME} --num-agents 2 --self-play --num-turns 3 --max-new-tokens 2 --lora-rank 0"
 SAME += " --no-use-separate-critic --update-epochs 1 --num-train-epochs 1"
-SAME += " --actor-learning-rate 1e-3 --critic-learning-rate 2e-3"
+SAME += " --gae-lambda 1 --actor-learning-rate 1e-3 --critic-learning-rate 2e-3 --adam-beta2 0.999"
 SIZES = {  # matches of the run, of an update, updates between scores
     "full": "--train-size 102400 --rollout-buffer-size 256 --mini-batch-size 256 --micro-batch-size 256 "
     "--eval-interval 25",
