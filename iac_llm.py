@@ -155,7 +155,7 @@ class Agent:
 
 
 class TeamEnv:
-    """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
+    """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
     it, and it ends when nobody does: step sees to --num-turns. Two agents, one after the other, with opposite rewards:
@@ -189,7 +189,7 @@ class TeamEnv:
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
         cuts short, in which agents read a last observation and do not act any more. A task cuts none short.
         """
-        episodes = list(actions[0])  # those that go on
+        episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
             for own, answers in zip(self.histories[b], actions):
                 own.append(answers[b])
@@ -400,7 +400,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # per process, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean of processes: gradients are, too
             num_answers = distributed.mean(is_first[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)

@@ -10,10 +10,11 @@ action a_t, a token that an agent samples after h_t, which is all that it has re
     rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
     actor     minimises  mean of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) + kl_loss_coef (exp(d) - d - 1)
                                   - entropy_coef H(pi(.|h_t))
-    critic    minimises  mean of  1/2 (V(h_t) - (A_t + V_old(h_t)))^2, or with V clipped to V_old +- eps if that is more
+    critic    minimises  mean of  value_loss_coef / 2 max((V - R_t)^2, (V_clip - R_t)^2),  V: V(h_t) of now,
+                                  R_t = A_t + V_old(h_t), V_clip: V within eps of V_old(h_t)
 
 After the last action V = 0 where the episode ends, and V of all that was read and written where it is cut short: by its
-environment, or for lack of room. The actor's A_t are less their mean over the rollout's actions, and divided by their
+environment, or for lack of room. The actor's A_t are centred over the rollout's actions, and divided by their
 standard deviation, or by 0.98 of the last update's divisor if that is more. With --action-granularity turn an action is
 an answer, whose tokens all have its A. Means are over a mini-batch's sampled tokens; the critic's is over its actions,
 and so is that of max(...) with --turn-level-clip, where rho is an answer's: the product over its tokens.
@@ -26,7 +27,8 @@ Models stay in eval mode; --lora-dropout is on while learning. log pi is over th
 truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
-Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right.
+Shapes: N agents, B episodes of one process, S tokens of the longest transcript and one more, padded on the right, D
+units of a hidden state.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
 """
 
@@ -180,7 +182,7 @@ class Agent:
 
 
 class TeamEnv:
-    """A task as an environment of N players in B episodes: in each turn all agents act, then all earn.
+    """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
     it, and it ends when nobody does: step sees to --num-turns. Two agents, one after the other, with opposite rewards:
@@ -214,7 +216,7 @@ class TeamEnv:
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
         cuts short, in which agents read a last observation and do not act any more. A task cuts none short.
         """
-        episodes = list(actions[0])  # those that go on
+        episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
             for own, answers in zip(self.histories[b], actions):
                 own.append(answers[b])
@@ -390,7 +392,7 @@ def sum_by_action(x, start):
 def turn_baseline(rewards, turns, is_first, is_bootstrap):
     """b_k on the tokens of turn k, [B, S]: the mean that episodes earn from turn k on where the agent acts in it.
 
-    The end of an episode that was cut short has that of the turn to come, if any episode has one.
+    The end of an episode that was cut short has that of the turn to come, or of the last one that any episode has.
     """
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     last_turn = distributed.max(turns)
@@ -439,7 +441,7 @@ def learn(agent, rollout, args, generator):
         rewards = rewards / (std + args.reward_norm_eps)
     baseline = turn_baseline(rewards, rollout.turns, is_first, is_bootstrap)
 
-    # 4. Log-probabilities and values before the update
+    # 4. Log-probabilities and values before the update: by actor, reference and critic once; 6 reads actor and critic
     old_logprobs = torch.zeros_like(mask)
     ref_logprobs = torch.zeros_like(mask)
     token_values = torch.zeros_like(mask)
@@ -472,7 +474,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # per process, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean of processes: gradients are, too
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
