@@ -1,7 +1,7 @@
 """What keeps self-play from going round in circles? Kuhn poker, scored exactly, under kinds of regularisation.
 
-    python -m benchmark.games --workers 2                          about two and a half hours on two cores
-    python -m benchmark.games --only "moving reference"            the rule that the README shows, 25 minutes
+    python -m benchmark.games --workers 2                          about three hours on two cores
+    python -m benchmark.games --only "moving reference"            the rule that docs/games.md shows, 25 minutes
     python -m benchmark.games --size quick --output-dir runs/kuhn  its short form, in two minutes
 
 One agent of 0.18 million parameters, which begins with each legal move as likely as any other (make_game_lm), plays
@@ -30,32 +30,38 @@ GAME = "open_spiel:kuhn_poker"
 SCORE = "eval/exploitability"
 SAME = f"--env {GAME} --num-agents 2 --self-play --num-turns 3 --max-new-tokens 2 --lora-rank 0"
 SAME += " --no-use-separate-critic --update-epochs 1 --num-train-epochs 1"
-SAME += " --gae-lambda 1 --actor-learning-rate 1e-3 --critic-learning-rate 2e-3 --adam-beta2 0.999"
+RATES = "--actor-learning-rate 1e-3 --critic-learning-rate 2e-3 --adam-beta2 0.999"
 SIZES = {  # matches of the run, of an update, updates between scores
     "full": "--train-size 102400 --rollout-buffer-size 256 --mini-batch-size 256 --micro-batch-size 256 "
     "--eval-interval 25",
     "quick": "--train-size 512 --rollout-buffer-size 64 --mini-batch-size 64 --micro-batch-size 64 --eval-interval 4",
 }
-VARIANTS = {
-    "moving reference": "--kl-loss-coef 0.5 --reference-update-interval 50",
-    "nothing": "--kl-loss-coef 0",
-    "entropy, lowered": "--kl-loss-coef 0 --entropy-coef 0.4 --entropy-coef-end 0",
-    "entropy, held": "--kl-loss-coef 0 --entropy-coef 0.4",
-    "initial reference": "--kl-loss-coef 0.5",
-    "4 earlier copies": "--kl-loss-coef 0 --opponents 4",
+VARIANTS = {  # GAE's lambda, what regularises
+    "moving reference": (0.85, "--kl-loss-coef 0.5 --reference-update-interval 50"),
+    "moving reference, whole returns": (1, "--kl-loss-coef 0.5 --reference-update-interval 50"),
+    "nothing": (1, "--kl-loss-coef 0"),
+    "entropy, lowered": (1, "--kl-loss-coef 0 --entropy-coef 0.4 --entropy-coef-end 0"),
+    "entropy, held": (1, "--kl-loss-coef 0 --entropy-coef 0.4"),
+    "initial reference": (1, "--kl-loss-coef 0.5"),
+    "4 earlier copies": (1, "--kl-loss-coef 0 --opponents 4"),
 }
 
 
 def job_of(variant, seed, base, size):
     """A run in <variant>__<seed>."""
-    words = f"python ppo_llm.py --model {base} {SAME} {SIZES[size]} {VARIANTS[variant]} --seed {seed}"
-    return Job(f"{variant.replace(',', '').replace(' ', '_')}__{seed}", shlex.split(words))
+    gae_lambda, regularised = VARIANTS[variant]
+    words = f"python ppo_llm.py --model {base} {SAME} --gae-lambda {gae_lambda} {RATES} {SIZES[size]} {regularised}"
+    return Job(f"{folder_of(variant)}__{seed}", shlex.split(f"{words} --seed {seed}"))
+
+
+def folder_of(variant):
+    return variant.replace(",", "").replace(" ", "_")
 
 
 def scores(results, variant):
     """Of each seed that is there (matches, exploitability, share of illegal answers), arrays over its evaluations."""
     found = []
-    for folder in sorted(Path(results).glob(f"{variant.replace(',', '').replace(' ', '_')}__*")):
+    for folder in sorted(Path(results).glob(f"{folder_of(variant)}__*")):
         rows = [row for row in read_metrics(folder) if row.get(SCORE) is not None]
         names = ("global_step", SCORE, "illegal_rate")
         found.append(np.array([[row[name] for name in names] for row in rows], float).T)
