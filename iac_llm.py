@@ -348,9 +348,9 @@ def td_error(rewards, values, mask, gamma):
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
-    for s in reversed(range(values.shape[1])):
-        advantages[:, s] = rewards[:, s] + gamma * next_value - values[:, s]
-        next_value = torch.where(mask[:, s] > 0, values[:, s], next_value)  # at the next token with mask 1
+    for t in reversed(range(values.shape[1])):
+        advantages[:, t] = rewards[:, t] + gamma * next_value - values[:, t]
+        next_value = torch.where(mask[:, t] > 0, values[:, t], next_value)  # at the next token with mask 1
     return advantages * mask, (advantages + values) * mask
 
 

@@ -361,7 +361,7 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled; all losses and means are over these
+    mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
 
     # 1. Rewards, in standard deviations of what an episode earns
     rewards = rollout.rewards

@@ -20,7 +20,7 @@ from pydantic import PositiveInt
 from benchmark.__main__ import fill
 from benchmark.central_critic import make
 from utils import make_game_lm, plot
-from utils.benchmark import Failed, Job, check_seeds
+from utils.benchmark import Failed, Job, check_seeds, finished
 from utils.cli import UserError, command_line, flags
 from utils.files import writing
 from utils.run.reader import read_metrics
@@ -60,12 +60,12 @@ def folder_of(variant):
 
 def scores(results, variant):
     """Of each seed that is there (matches, exploitability, share of illegal answers), arrays over its evaluations."""
-    found = []
+    curves = []
     for folder in sorted(Path(results).glob(f"{folder_of(variant)}__*")):
         rows = [row for row in read_metrics(folder) if row.get(SCORE) is not None]
         names = ("global_step", SCORE, "illegal_rate")
-        found.append(np.array([[row[name] for name in names] for row in rows], float).T)
-    return found
+        curves.append(np.array([[row[name] for name in names] for row in rows], float).T)
+    return curves
 
 
 def table(curves):
@@ -133,9 +133,10 @@ def main(args):
         if variant not in VARIANTS:
             raise UserError(f"--only takes {', '.join(map(repr, VARIANTS))}, got {variant!r}")
     base = folder / "runs" / "kuhn_lm"
-    if not base.exists():
-        make_game_lm.main(make_game_lm.Args(env=GAME, out=str(base), steps=20 if is_quick else 200))
     jobs = [job_of(v, seed, base, args.size) for seed in args.seeds for v in args.only or VARIANTS]
+    kept = finished(folder / "results")
+    if not (base / "config.json").exists() and any(job.name not in kept for job in jobs):
+        make_game_lm.main(make_game_lm.Args(env=GAME, out=str(base), steps=20 if is_quick else 200))
     failed = make(jobs, args)
     curves = {variant: seeds for variant in VARIANTS if (seeds := scores(folder / "results", variant))}
     with writing(folder):

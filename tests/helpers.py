@@ -3,6 +3,7 @@
 import csv
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -55,3 +56,12 @@ def tiny_base(seed=0, **config):
         "num_attention_heads": 2,
     }
     return LlamaForCausalLM(LlamaConfig(**(shape | config))).eval()
+
+
+def assert_metrics_are_alike(one, other):
+    """The rows of two runs have the same numbers, times aside, to 2e-4."""
+    for row, other_row in zip(read_metrics(one), read_metrics(other), strict=True):
+        for name in row:
+            if row[name] and not name.startswith("time/") and "per_second" not in name:
+                expected = pytest.approx(float(row[name]), abs=2e-4, rel=2e-4, nan_ok=True)
+                assert float(other_row[name]) == expected, name

@@ -129,8 +129,8 @@ def log_probabilities(actor, seat):
     for episodes in of_length.values():
         ids, turns = (torch.tensor(x) for x in zip(*[PLAYS[b].transcript(seat) for b in episodes]))
         logits = actor.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1]
-        found = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-        logs |= dict(zip(episodes, (found * (turns[:, 1:] > 0)).sum(1)))
+        logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+        logs |= dict(zip(episodes, (logprobs * (turns[:, 1:] > 0)).sum(1)))
     return torch.stack([logs[b] for b in range(len(PLAYS))])
 
 
@@ -225,10 +225,10 @@ def learn(script, game, folder, values="own", num_updates=1, **flags):
     def critic_forward(learner, rollout, *arguments):
         rows = arguments[-2]
         table = values_of(recorder.agents.index(learner))
-        found = torch.full(rollout.ids[rows].shape, 100.0)
+        own_values = torch.full(rollout.ids[rows].shape, 100.0)
         for k, t in (rollout.turns[rows] > 0).nonzero().tolist():
-            found[k, t] = table[*rollout.ids[rows][k, :t].tolist()]
-        return found + 0 * learner.value_head[-1].bias  # it has a gradient, of 0
+            own_values[k, t] = table[*rollout.ids[rows][k, :t].tolist()]
+        return own_values + 0 * learner.value_head[-1].bias  # it has a gradient, of 0
 
     @functools.cache
     def values_of(seat):
@@ -264,14 +264,14 @@ def error_of(update, exact):
 
 def errors(recorder, is_by_turn=False):
     """Of each seat how far its expected update is from the exact gradient, by the length of that."""
-    found = []
+    distances = []
     for seat, rollout in enumerate(recorder.rollouts[0]):
         for play, row, numbers in zip(PLAYS, rollout.ids.tolist(), rollout.turns.tolist()):
             ids, turns = play.transcript(seat)
             assert row[: len(ids)] == ids and numbers[: len(ids)] == turns
         update = expected_update(recorder.gradients[seat], recorder.probabilities, seat, is_by_turn)
-        found.append(error_of(update, recorder.exact[seat]))
-    return found
+        distances.append(error_of(update, recorder.exact[seat]))
+    return distances
 
 
 # --- The two compared -------------------------------------------------------------------------------------------------

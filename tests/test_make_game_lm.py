@@ -46,6 +46,8 @@ def test_a_model_of_ones_own_learns_it_too(tmp_path):
         ({"env": "open_spiel:no_such_game"}, "no game of that name"),
         ({"out": ""}, "a folder to write"),
         ({"out": "/"}, "a folder to write"),
+        ({"out": "utils/cli.py"}, "a folder to write"),
+        ({"out": "/dev/null/made"}, "^/dev/null/made can't be written"),
         ({"model": "/no/such/folder", "num_layers": 2}, "--model /no/such/folder"),
         ({"model": "utils/tiny_lm", "num_layers": 2, "hidden_size": 32}, "--hidden-size has no effect with --model"),
         ({"hidden_size": 30}, "multiple of 8"),

@@ -1,7 +1,7 @@
 """ppo_llm.py on two processes learns as on one, also where games fail in one of them."""
 
 import pytest
-from helpers import read_metrics
+from helpers import assert_metrics_are_alike
 from processes import finish, finish_two, largest_difference, start_two
 
 ENV = """
@@ -47,10 +47,7 @@ def test_two_processes_learn_and_measure_as_one(one, tmp_path, more):
         folder = tmp_path
     finish_two("ppo_llm", *flags, *more, "--output-dir", tmp_path / "two")
     assert largest_difference(folder / "one/agent_0", tmp_path / "two/agent_0") < 1e-4
-    for row, other in zip(*map(read_metrics, (folder / "one", tmp_path / "two")), strict=True):
-        for name in row:
-            if row[name] and not name.startswith("time/") and "per_second" not in name:
-                assert float(other[name]) == pytest.approx(float(row[name]), abs=2e-4, rel=2e-4, nan_ok=True), name
+    assert_metrics_are_alike(folder / "one", tmp_path / "two")
 
 
 def test_games_that_fail_in_both_processes_end_the_run_in_a_line(small_model, tmp_path):

@@ -26,7 +26,7 @@ from utils import models
 from utils.cli import UserError, check_needs, command_line, flags, not_with
 from utils.envs.open_spiel import OpenSpiel, load_game
 from utils.files import writing
-from utils.models.loading import load_model, load_tokenizer
+from utils.models.loading import load_model, load_tokenizer, without_bars
 from utils.models.transcripts import UNLIMITED
 
 TINY = str(Path(__file__).parent / "tiny_lm")
@@ -37,7 +37,7 @@ class GameArgs:
     """What is learned, and where it goes."""
 
     env: tyro.conf.Positional[str] = ""  # the game, open_spiel:NAME
-    out: tyro.conf.Positional[str] = ""  # the folder to write; it must not be there yet
+    out: tyro.conf.Positional[str] = ""  # the folder to write; what is there of an earlier time is not replaced
     model: str | None = None  # folder or hub name of the model that learns; none: a new one
     hidden_size: Annotated[int, Field(gt=0, multiple_of=8)] = not_with("model", default=64)  # of a new model
     num_layers: PositiveInt = not_with("model", default=2)  # of a new model
@@ -93,8 +93,9 @@ def main(args):
     library, _, name = args.env.partition(":")
     if library != "open_spiel":
         raise UserError(f"the first argument names a game of OpenSpiel, open_spiel:NAME, got {args.env!r}")
-    if not args.out or Path(args.out).exists():
-        raise UserError(f"the second argument is a folder to write that is not there yet, got {args.out!r}")
+    out = Path(args.out)
+    if not args.out or out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"the second argument is a folder to write, empty or not there yet, got {args.out!r}")
     game = OpenSpiel(load_game(name, args.env), args.env)
     tokenizer = load_tokenizer(args.model or TINY, "--model")
     if args.model:
@@ -105,8 +106,8 @@ def main(args):
     agent = Namespace(tokenizer=tokenizer, room=getattr(model.config, "max_position_embeddings", UNLIMITED))
     if not play_match(game, 0, agent, args.max_moves):
         raise UserError(f"{args.env}: nobody moves in it, or what is read takes more than {agent.room} tokens")
-    with writing(args.out):  # before a minute of training
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    with writing(out):  # before a minute of training
+        out.mkdir(parents=True, exist_ok=True)
 
     optimizer = torch.optim.Adam(model.parameters(), args.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
@@ -126,9 +127,10 @@ def main(args):
         schedule.step()
         if step % 50 == 0 or step == args.steps - 1:
             print(f"step {step}  loss {loss.item():.3f}  {time.time() - start:.0f} s", flush=True)
-    model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    print(f"{args.out}: {sum(p.numel() for p in model.parameters()):,} parameters")
+    with writing(out), without_bars():
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+    print(f"{out}: {sum(p.numel() for p in model.parameters()):,} parameters")
 
 
 if __name__ == "__main__":

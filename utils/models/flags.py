@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from utils.cli import Settings, UserError, flag_name, flags, needs, not_with
+from utils.cli import Fraction, Settings, UserError, flag_name, flags, needs, not_with
 from utils.models import engine, lora, stages, transcripts
 
 
@@ -37,7 +37,7 @@ class LoraArgs:
     """LoRA adapters, with --lora-rank above 0."""
 
     lora_alpha: PositiveFloat = 32.0  # the adapters' output is scaled by alpha / r
-    lora_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0  # dropout on what the adapters read, while learning
+    lora_dropout: Fraction = 0.0  # dropout on what the adapters read, while learning
     lora_target_modules: tuple[str, ...] = ()  # linear layers that get an adapter, by name; none: all but the output's
     # a peft.LoraConfig in place of --lora-rank and the flags above: a JSON file of its fields, or JSON
     lora_config: Annotated[str | None, pydantic.BeforeValidator(lora.as_text)] = None
@@ -112,7 +112,7 @@ class CriticArgs(CriticModelArgs):
 class SamplingArgs:
     """Sampling, and vLLM."""
 
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # sample from tokens at least this share as likely as the best
+    min_p: Fraction = 0.0  # sample from tokens at least this share as likely as the best
     repetition_penalty: PositiveFloat = 1.0  # above 1: what stands in the transcript is less likely to come again
     min_output_tokens: NonNegativeInt = 0  # an answer may not end before so many
     skip_special_tokens: bool = True  # answers as text go without special tokens; off: without the end token alone

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import peft
 import pydantic
@@ -16,7 +16,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from utils.cli import UserError, flag_name, one_line
+from utils.cli import Fraction, UserError, flag_name, one_line
 from utils.files import read_json
 
 CONFIG = "adapter_config.json"
@@ -51,7 +51,7 @@ class LoraFields:
 
     r: PositiveInt = 8
     lora_alpha: PositiveFloat = 8.0
-    lora_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
+    lora_dropout: Fraction = 0.0
     target_modules: list[str] | str | None = None
     exclude_modules: list[str] | str | None = None
     modules_to_save: list[str] | None = None

@@ -24,6 +24,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from utils.benchmark import known_flags, words_of
 from utils.cli import (
     ALIASES,
+    Fraction,
     Settings,
     Stopped,
     UserError,
@@ -54,7 +55,7 @@ class PopulationArgs:
     generation: PositiveInt = 25  # updates of a generation
     metric: str = EVAL_REWARD  # column of metrics.csv, the more the better
     quantile_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # share of losers, and of winners
-    resample_probability: Annotated[float, Field(ge=0, le=1)] = 0.25  # how often a value is drawn anew
+    resample_probability: Fraction = 0.25  # how often a value is drawn anew
     seed: NonNegativeInt = 1  # of all members' runs, and of what is drawn
     workers: PositiveInt = not_with("address", default=1)  # members at a time, of one thread each
     address: str | None = None  # of a Ray cluster, in the place of --workers, or auto
