@@ -35,7 +35,6 @@ from statistics import fmean
 import datasets
 import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from torch.distributions import Categorical
 from torch.nn.functional import pad
 from transformers import set_seed
 
@@ -71,7 +70,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
     # Advantages
-    gamma: Fraction = 1.0  # discount factor, from turn to turn
+    gamma: Fraction = 1.0  # discount factor, from an agent's answer to its next
     reward_normalization: bool = True  # divide rewards by the standard deviation of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
     kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the normalised reward
@@ -318,14 +317,14 @@ def play(agents, task, items, args, generator):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi of each token and the entropy of its distribution, [rows, S], and the hidden states of h_t, [n, D].
+    """log pi of each token and the entropy of its distribution, [b, S], and the hidden states they come from, [n, D].
 
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
     # At the position before each of them, which has read h_t: logits [n, vocabulary] and hidden_states [n, D]
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
-    pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
+    pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
     entropy = pi.entropy()
     if not args.entropy_coef:
@@ -334,7 +333,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """V less its baseline, [rows, S], by a critic model, or by a head on the actor, which V's loss trains then."""
+    """V less its baseline, [b, S], by a critic model, or by a head on the actor, which V's loss trains then."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
@@ -359,7 +358,8 @@ def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
     is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of an answer
-    start = (is_first * torch.arange(mask.shape[1], device=mask.device)).cummax(1).values.long()  # [B, S] column
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    start = (is_first * columns).cummax(1).values.long()  # [B, S] the column in which a token's answer starts
 
     # 1. Rewards, in standard deviations of what an episode earns
     rewards = rollout.rewards

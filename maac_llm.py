@@ -33,7 +33,6 @@ from statistics import fmean
 import datasets
 import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from torch.distributions import Categorical
 from torch.nn.functional import pad
 from transformers import set_seed
 
@@ -324,7 +323,7 @@ def policy_forward(policy, rollout, rows, args):
     sampled = rollout.turns[rows] > 0
     # At the position before each of them, which has read h_t: logits [n, vocabulary] and hidden_states [n, D]
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
-    pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
+    pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
     entropy = pi.entropy()
     if not args.entropy_coef:

@@ -39,7 +39,6 @@ from typing import Literal
 
 import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from torch.distributions import Categorical
 from torch.nn.functional import pad
 from transformers import set_seed
 
@@ -352,7 +351,7 @@ def policy_forward(policy, rollout, where, rows, args):
     where = where[rows]
     # At the position before each of them, which has read h_t: logits [n, vocabulary] and hidden_states [n, D]
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=where)
-    pi = Categorical(logits=out.logits.float() / args.temperature, validate_args=False)  # n distributions
+    pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][where])
     entropy = pi.entropy()
     if not args.entropy_coef:
@@ -361,7 +360,7 @@ def policy_forward(policy, rollout, where, rows, args):
 
 
 def critic_forward(agent, rollout, where, rows, hidden_states):
-    """V less its baseline, [rows, S], by a critic of its own, or a head on the actor, which this then trains too."""
+    """V less its baseline, [b, S], by a critic of its own, or a head on the actor, which this then trains too."""
     where = where[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=where).hidden_states

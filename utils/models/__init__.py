@@ -1,5 +1,6 @@
 """Language models as policies: loaded, called in one way, with adapters, sharded, sampled by vLLM."""
 
+from utils.models.categorical import Categorical
 from utils.models.flags import CriticArgs, CriticModelArgs, ModelArgs, SamplingArgs
 from utils.models.loading import ValueHead
 from utils.models.policy import adamw, in_chunks_or_by_vllm, load, lr_schedule, sampling
@@ -17,6 +18,7 @@ from utils.models.transcripts import (
 )
 
 __all__ = [
+    "Categorical",
     "CriticArgs",
     "CriticModelArgs",
     "ModelArgs",

@@ -75,25 +75,39 @@ def forward(
     return Output(last(out.get("logits"), keep), last(hidden_states(out), keep), new_cache)
 
 
-def read(model, ids, columns):
-    """The output of ids [b, S], padded on the right, at C columns: logits [b, C, V] and hidden states [b, C, D].
+def read(model, ids, places):
+    """The output of ids [b, S], padded on the right, at n places, where `places` [b, S] is True: logits [n, V] and
+    hidden states [n, D].
 
-    No mask is needed: padding is behind the tokens, where a causal model does not see it.
+    The output layer computes these places only. No mask is needed: padding is behind the tokens, where a causal model
+    does not see it.
     """
+    columns = places.any(0).nonzero().squeeze(1)
+    if not len(columns):  # n is 0: one column is read, which a shard's other processes wait for
+        columns = columns.new_zeros(1)
+    width = int(columns[-1]) + 1
+    ids, places = ids[:, :width], places[:, columns]
     head = model.get_output_embeddings() if hasattr(model, "lm_head") or model.base_model is not model else None
     inputs = []
-    hook = None
-    if head is not None:
-        hook = head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+
+    def select(_, arguments):
+        """Let the output layer read [1, n, D]."""
+        inputs.append(at(arguments[0], columns)[places])
+        return inputs[0][None], *arguments[1:]
+
+    hook = head.register_forward_pre_hook(select) if head is not None else None
     try:
         out = call(model, ids, columns, head is None, {"use_cache": False})
     finally:
         if hook is not None:
             hook.remove()
-    hidden = inputs[-1] if inputs else hidden_states(out)
+    if inputs:
+        return Output(out["logits"][0], inputs[0], None)
+    hidden = hidden_states(out)
     if hidden is None:  # the output layer is not called as a module
         hidden = hidden_states(call(model, ids, columns, True, {"use_cache": False}))
-    return Output(at(out.get("logits"), columns), at(hidden, columns), None)
+    logits = at(out.get("logits"), columns)
+    return Output(None if logits is None else logits[places], at(hidden, columns)[places], None)
 
 
 def at(x, columns):

@@ -126,21 +126,13 @@ class Policy:
 
         At place (row, t) it is what the model computes after ids[row, :t]: it predicts token t.
         """
-        places = before[:, 1:]
-        is_column = places.any(0)
-        width = int(is_column.nonzero().amax()) + 1 if is_column.any() else 1
-        columns = (
-            is_column[:width].nonzero().squeeze(1) if is_column.any() else is_column.new_zeros(1, dtype=torch.long)
-        )
 
         def compute():
-            return causal_lm.read(self.base, ids[:, :width], columns)
+            out = causal_lm.read(self.base, ids[:, :-1], before[:, 1:])
+            return Output(out.logits, out.hidden_states)
 
         with self.active():
-            out = sharding.call_inside(self.model.get_base_model(), compute) if self.is_body else compute()
-        places = places[:, columns]
-        logits = None if out.logits is None else out.logits[places]
-        return Output(logits, None if out.hidden_states is None else out.hidden_states[places])
+            return sharding.call_inside(self.model.get_base_model(), compute) if self.is_body else compute()
 
 
 class Initial:
