@@ -59,6 +59,42 @@ def test_what_a_cache_gave_before_stays():
     assert keys.min() == values.min() == 1
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2", "qwen3_next", "static"])
+def test_rows_that_are_alike_are_read_once_and_go_on_apart(model, kind, monkeypatch):
+    if kind == "static":
+        monkeypatch.setattr(model, "static_cache", True, raising=False)
+    elif kind != "llama":
+        model = architectures.make_model(kind)
+        causal_lm.prepare(model, kind)
+    prompts = torch.arange(3, 18).view(3, 5)
+    rows = torch.tensor([0, 0, 1, 0, 2, 1])
+    next_ids = torch.arange(20, 26).view(6, 1)
+    read = []
+    model.get_input_embeddings().register_forward_hook(lambda _, given, __: read.append(given[0].shape))
+    masks = [torch.ones(6, length, dtype=torch.long) for length in (5, 6, 7)]
+    for mask in masks:
+        mask[rows == 1, :2] = 0
+
+    def forward(ids, mask, cache=None):
+        return causal_lm.forward(model, ids, mask, cache, keep=1, use_cache=True)
+
+    with torch.no_grad():
+        first = forward(prompts[rows], masks[0])
+        then = forward(next_ids, masks[1], first.cache)
+        kept = torch.tensor([1, 2, 3, 5])
+        then.cache.reorder_cache(kept)
+        last = forward(next_ids[kept] + 1, masks[2][kept], then.cache)
+        assert (3, 5) in read and (6, 5) not in read
+        for row in range(6):
+            alone = forward(prompts[rows[[row]]], masks[0][[row]])
+            torch.testing.assert_close(first.logits[[row]], alone.logits, atol=1e-5, rtol=1e-5)
+            alone = forward(next_ids[[row]], masks[1][[row]], alone.cache)
+            torch.testing.assert_close(then.logits[[row]], alone.logits, atol=1e-5, rtol=1e-5)
+            if row in kept:
+                alone = forward(next_ids[[row]] + 1, masks[2][[row]], alone.cache).logits[0]
+                torch.testing.assert_close(last.logits[kept.tolist().index(row)], alone, atol=1e-5, rtol=1e-5)
+
+
 # --- Of fixed size (--static-cache) -----------------------------------------------------------------------------------
 
 

@@ -59,20 +59,35 @@ def forward(
     if isinstance(cache, Step):
         return cache.run(input_ids, attention_mask, hidden)
     names = parameter_names(type(model))
-    options = {"attention_mask": attention_mask, "use_cache": use_cache}
+    tokens, mask, copies = input_ids, attention_mask, None
+    if cache is None and use_cache:
+        tokens, mask, copies = read_once(input_ids, attention_mask)
+    options = {"attention_mask": mask, "use_cache": use_cache}
     if positions and "position_ids" in names:
-        options["position_ids"] = count_positions(attention_mask)[:, -input_ids.shape[1] :]
+        options["position_ids"] = count_positions(mask)[:, -tokens.shape[1] :]
     cache_name = "cache_params" if "cache_params" in names else "past_key_values"
     if cache is not None:
         options[cache_name] = cache
         if cache_name == "cache_params":  # a state space has read its padding, and takes no mask any more
             options["attention_mask"] = None
-    out = call(model, input_ids, keep, hidden, options)
-    new_cache = out.get(cache_name)
+    out = call(model, tokens, keep, hidden, options)
+    logits, hidden_of_last, new_cache = out.get("logits"), hidden_states(out), out.get(cache_name)
+    if copies is not None:
+        logits, hidden_of_last = (None if x is None else x[copies] for x in (logits, hidden_of_last))
+        new_cache.reorder_cache(copies)
     if cache is None and use_cache:
         static_cache = getattr(model, "static_cache", False)
         new_cache = Step(model, new_cache, attention_mask) if static_cache else give_room(new_cache)
-    return Output(last(out.get("logits"), keep), last(hidden_states(out), keep), new_cache)
+    return Output(last(logits, keep), last(hidden_of_last, keep), new_cache)
+
+
+def read_once(input_ids, attention_mask):
+    """The rows that differ, [U, S], their mask, and the place in them of each row [R]; None: all rows differ.
+
+    So several answers to a prompt are sampled from one reading of it.
+    """
+    rows, copies = torch.stack([input_ids, attention_mask], 1).unique(dim=0, return_inverse=True)
+    return (input_ids, attention_mask, None) if len(rows) == len(input_ids) else (rows[:, 0], rows[:, 1], copies)
 
 
 def read(model, ids, places):
