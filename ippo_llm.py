@@ -5,23 +5,25 @@ actor, or a model of its own (--use-separate-critic). As on CoMLRL's page there 
 of the policy loss; ppo_llm.py has both. For a token a_t that an agent samples in turn k after h_t, which is all that it
 has read and written before:
 
-    s       = std of what the rollout's episodes earn, or 0.98 of the last update's s if that is more
-    r_t     = -kl_coef (log pi - log pi_ref)           on every token; on a turn's last, + its reward / (s + 0.001)
-    b_k     = mean of what episodes in which it acts in turn k earn from there on / (s + 0.001); without gamma and KL
-    V(h_t)  = critic(h_t) + b_k
+    s       = std of what it earns in the rollout's episodes, or 0.98 of its last update's s if that is more
+    r_t     = -kl_coef (log pi - log pi_ref)           on every token; on the last one of a turn also
+              + what it earns until it acts again / (s + 0.001)
+    b_k     = mean of what it earns from turn k to the end / (s + 0.001), over episodes in which it acts in turn k
+    V(h_t)  = critic(h_t) + b_k                        b_k is without gamma and KL
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next sampled token; V = 0 after the last
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438; R_t = A_t + V(h_t)
-    actor     maximises  mean of  log pi(a_t|h_t) (A_t - mean) / (std + 0.3) + beta H(pi(.|h_t))
-    critic    minimises  mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),  V_clip: V(h_t) within 0.2 of V_old(h_t)
+    actor     maximises  mean of  log pi(a_t|h_t) (A_t - mean(A)) / (std(A) + 0.3) + beta H(pi(.|h_t))
+    critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
+                         V_clip: V(h_t) within 0.2 of V_old(h_t)
 
-These means are over the sampled tokens of a mini-batch, that and std of A over the rollout. r, A, R and V_old are of
-before the update; beta is --entropy-coef. 0.3 keeps small differences, mostly noise, small. V = 0 also after a cut. An
-update reads each transcript once with actor, reference and critic, and then with actor and critic in each epoch.
+The means in the two losses are over the sampled tokens of a mini-batch; mean(A) and std(A) over those of the rollout.
+r, A, R and V_old are of before the update; beta is --entropy-coef; V = 0 also after a cut; 0.3 keeps noise small.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
 
-Models stay in eval mode, without dropout. log pi is over the whole vocabulary, even if --top-k truncates the sampling.
+Models stay in eval mode, without dropout. All log pi are of logits / temperature, over the whole vocabulary, also where
+--top-k truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, D units of a hidden state.
@@ -62,7 +64,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns
+    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -92,8 +94,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. Each names the arguments that it wants, such as turns, histories (all: docs/tasks.md).
-# tasks.load_task, in main, makes of them what TeamEnv calls: it gives them those, and checks what they return.
+# A task is these functions. Each names the arguments that it wants, such as items, histories (all: docs/tasks.md).
+# tasks.load_task wraps them: it passes those, checks what they return, and gives each agent a copy of a team's floats.
 
 
 def train_dataset(size, seed):
@@ -157,8 +159,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
-    it, and it ends when nobody does: step sees to --num-turns. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Who observes an episode acts in it,
+    if all have room for an answer; it ends when nobody acts. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -196,7 +198,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # The task passes on what its functions name, and makes N lists of floats of what reward_func returns
+        # As wrapped by tasks.load_task: N lists of floats, one for each agent
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
@@ -235,7 +237,7 @@ class Rollout:
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
     truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
-    answers: list  # B lists of texts, one for each turn
+    answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
 
 
@@ -286,7 +288,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # chat template; first ends a cut answer
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # as tokens; first what ends a cut answer
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
@@ -334,7 +336,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """V less its baseline, [b, S], by a critic model, or by a head on the actor, which V's loss trains then."""
+    """V(h_t) - b_k, [b, S], by a critic model, or by a head on the actor, which the value loss then trains too."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
@@ -369,13 +371,13 @@ def learn(agent, rollout, args, generator):
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
         rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
 
-    # 2. The baseline, the mean reward-to-go of each turn; the critic, whose output starts at 0, learns what is left
+    # 2. The baseline b_k. V = b_k + critic; the critic's output starts at 0, so that V starts at b_k
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = torch.zeros_like(rewards)
     for turn in range(1, distributed.max(rollout.turns) + 1):
         in_turn = (rollout.turns == turn).float()
         is_first = in_turn * (in_turn.cumsum(1) == 1)  # one token of each episode, so that long answers count no more
-        baseline += in_turn * distributed.masked_mean(rewards_to_go, is_first)
+        baseline += in_turn * distributed.masked_mean(rewards_to_go, is_first)  # b_k; 0 if it did not act
 
     # 3. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
@@ -388,8 +390,8 @@ def learn(agent, rollout, args, generator):
             old_values[rows] = baseline[rows] + critic_forward(agent, rollout, rows, hidden_states)
 
     # 4. Advantages. Another algorithm puts its own here
-    rewards = rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask
-    advantages, returns = gae(rewards, old_values, mask, args.gamma, args.gae_lambda)
+    token_rewards = rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask  # r_t
+    advantages, returns = gae(token_rewards, old_values, mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, mask)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)
@@ -400,7 +402,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean of processes: gradients are, too
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # per process: gradients are averaged too
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens
@@ -457,7 +459,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # lists of rollout_buffer_size / num_generations items
+    batches = tasks.shuffled_batches(train_items, args)  # one per update: rollout_buffer_size / num_generations items
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)

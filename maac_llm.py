@@ -20,7 +20,8 @@ opposite rewards a team learns nothing. Each transcript is read once before the 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
 
-Models stay in eval mode, without dropout. log pi is over the whole vocabulary, even if --top-k truncates the sampling.
+Models stay in eval mode, without dropout. All log pi are of logits / temperature, over the whole vocabulary, also where
+--top-k truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns, columns 1 to T.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
@@ -59,7 +60,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns
+    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -86,8 +87,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. Each names the arguments that it wants, such as turns, histories (all: docs/tasks.md).
-# tasks.load_task, in main, makes of them what TeamEnv calls: it gives them those, and checks what they return.
+# A task is these functions. Each names the arguments that it wants, such as items, histories (all: docs/tasks.md).
+# tasks.load_task wraps them: it passes those, checks what they return, and gives each agent a copy of a team's floats.
 
 
 def train_dataset(size, seed):
@@ -155,8 +156,8 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
-    it, and it ends when nobody does: step sees to --num-turns. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Who observes an episode acts in it,
+    if all have room for an answer; it ends when nobody acts. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -194,7 +195,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # The task passes on what its functions name, and makes N lists of floats of what reward_func returns
+        # As wrapped by tasks.load_task: N lists of floats, one for each agent
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
@@ -233,7 +234,7 @@ class Rollout:
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
     truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
-    answers: list  # B lists of texts, one for each turn
+    answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
 
 
@@ -284,7 +285,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # chat template; first ends a cut answer
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # as tokens; first what ends a cut answer
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
@@ -365,7 +366,7 @@ def learn(agents, critic, rollouts, args, generator):
         critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # falls slowly: late noise stays small
         rewards = rewards / (critic.state["std"] + args.reward_norm_eps)
 
-    # 2. The baseline, the mean reward-to-go of each turn; the critic, whose output starts at 0, learns what is left
+    # 2. The baseline b_t. V = b_t + critic; the critic's output starts at 0, so that V starts at b_t
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1]
 
@@ -400,7 +401,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1)  # mean of processes: gradients are, too
+            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1)  # per process: gradients are averaged
             num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
                 terms = []
@@ -457,7 +458,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # lists of rollout_buffer_size / num_generations items
+    batches = tasks.shuffled_batches(train_items, args)  # one per update: rollout_buffer_size / num_generations items
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)

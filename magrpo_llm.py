@@ -18,7 +18,8 @@ T turns; here K episodes are played, each to its end.
     python magrpo_llm.py --num-agents 2
     torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
 
-Models stay in eval mode, without dropout. log pi is over the whole vocabulary, even if --top-k truncates the sampling.
+Models stay in eval mode, without dropout. All log pi are of logits / temperature, over the whole vocabulary, also where
+--top-k truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
@@ -59,7 +60,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: Annotated[int, Field(ge=2)] = 4  # K, episodes per item (the group), which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns
+    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers, alike in a group
     temperature: PositiveFloat = 1.0
@@ -83,8 +84,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. Each names the arguments that it wants, such as turns, histories (all: docs/tasks.md).
-# tasks.load_task, in main, makes of them what TeamEnv calls: it gives them those, and checks what they return.
+# A task is these functions. Each names the arguments that it wants, such as items, histories (all: docs/tasks.md).
+# tasks.load_task wraps them: it passes those, checks what they return, and gives each agent a copy of a team's floats.
 
 
 def train_dataset(size, seed):
@@ -142,8 +143,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
-    it, and it ends when nobody does: step sees to --num-turns. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Who observes an episode acts in it,
+    if all have room for an answer; it ends when nobody acts. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -181,7 +182,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # The task passes on what its functions name, and makes N lists of floats of what reward_func returns
+        # As wrapped by tasks.load_task: N lists of floats, one for each agent
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
@@ -220,7 +221,7 @@ class Rollout:
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
     truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
-    answers: list  # B lists of texts, one for each turn
+    answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
 
 
@@ -271,7 +272,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # chat template; first ends a cut answer
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # as tokens; first what ends a cut answer
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
@@ -371,7 +372,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean of processes: gradients are, too
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # per process: gradients are averaged too
             num_answers = distributed.mean(played[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
@@ -417,7 +418,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # lists of rollout_buffer_size / num_generations items
+    batches = tasks.shuffled_batches(train_items, args)  # one per update: rollout_buffer_size / num_generations items
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)

@@ -3,8 +3,8 @@
 Each agent has its own actor and critic: adapters on a base that all agents share (--lora-rank 0: whole models). For an
 action a_t, a token that an agent samples after h_t, which is all that it has read and written before:
 
-    V(h_t)  = critic(h_t) + b_k                        k: the turn of a_t; b_k: mean of what episodes of the rollout
-                                                       earn from turn k on, undiscounted
+    V(h_t)  = critic(h_t) + b_k                        k: the turn of a_t; b_k: mean of what it earns from turn k to
+                                                       the end, undiscounted, over episodes in which it acts in turn k
     delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
@@ -23,8 +23,8 @@ and so is that of max(...) with --turn-level-clip, where rho is an answer's: the
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
     torchrun --nproc-per-node 2 ppo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
 
-Models stay in eval mode; --lora-dropout is on while learning. log pi is over the whole vocabulary, even if --top-k
-truncates the sampling.
+Models stay in eval mode; --lora-dropout is on in the optimiser steps. All log pi are of logits / temperature, over the
+whole vocabulary, also where --top-k truncates the sampling.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
 Shapes: N agents, B episodes of one process, S tokens of the longest transcript and one more, padded on the right, D
@@ -58,7 +58,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1
     self_play: bool = False  # one agent in all --num-agents seats, which learns from all their transcripts
-    # it plays and learns in one seat, in turn; in the others sit so many earlier copies of it, drawn anew each update
+    # earlier copies to keep: it learns in one seat, in turn, and each update draws who sits in the others
     opponents: NonNegativeInt = needs("self_play", default=0)
     opponent_interval: PositiveInt = needs("opponents", default=10)  # updates between copies; the oldest leaves
     use_separate_critic: bool = True  # a critic has adapters, or a model, of its own; else a value head on the actor
@@ -73,7 +73,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 6  # longest episode, in turns
+    num_turns: PositiveInt = 6  # longest episode, in turns: calls of step, whoever acts
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -183,8 +183,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Only who observes an episode acts in
-    it, and it ends when nobody does: step sees to --num-turns. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Who observes an episode acts in it,
+    if all have room for an answer; it ends when nobody acts. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -222,7 +222,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # The task passes on what its functions name, and makes N lists of floats of what reward_func returns
+        # As wrapped by tasks.load_task: N lists of floats, one for each agent
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
@@ -261,7 +261,7 @@ class Rollout:
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
     truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
-    answers: list  # B lists of texts, one for each turn
+    answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
 
 
@@ -312,7 +312,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # chat template; first ends a cut answer
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # as tokens; first what ends a cut answer
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode ends for all agents, before anyone answers
             actions = []
@@ -425,7 +425,7 @@ def learn(agent, rollout, args, generator):
         start = (is_first * columns).cummax(1).values.long()
         tokens_of_turn = sum_by_action(mask, start).gather(1, start).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": is_last}
-        value_weights = reductions[args.turn_value_reduction]  # [B, S] of a token's V in its turn's
+        value_weights = reductions[args.turn_value_reduction]  # [B, S] weight of a token's V in V of its turn
 
     # 2. Where an episode was cut short, V of all that was read and written, in the column behind it
     last_action = (action_mask * columns).amax(1, keepdim=True).long()  # [B, 1] its column
@@ -433,7 +433,7 @@ def learn(agent, rollout, args, generator):
     is_bootstrap = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
     where = (mask > 0) | is_bootstrap  # [B, S] where policy and critic are read; log pi of a cut end is masked out
 
-    # 3. Rewards, and the baseline, the mean reward-to-go of each turn; the critic, whose output starts at 0, is added
+    # 3. Rewards, and the baseline b_k. V = b_k + critic; the critic's output starts at 0, so that V starts at b_k
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
@@ -473,7 +473,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean of processes: gradients are, too
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # per process: gradients are averaged too
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
@@ -512,7 +512,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 7. Metrics: losses and entropy are means over the steps, grad_norm is the last, the rest from before the update
+    # 7. Metrics: the five of `losses` are means over the steps, grad_norm is the last, the rest from before the update
     losses = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     policy_loss, value_loss, entropy, kl_loss, clip_fraction = losses
     metrics = {
@@ -550,7 +550,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the game in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # lists of rollout_buffer_size / num_generations items
+    batches = tasks.shuffled_batches(train_items, args)  # one per update: rollout_buffer_size / num_generations items
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)

@@ -174,8 +174,8 @@ def without_a_critic(text):
     text = without(text, "old_values[rows] = ", "# 4.")
     text = replaced(
         text,
-        "advantages, returns = gae(rewards, old_values, mask, args.gamma, args.gae_lambda)",
-        "advantages = (rewards.flip(1).cumsum(1).flip(1) - baseline) * mask",
+        "advantages, returns = gae(token_rewards, old_values, mask, args.gamma, args.gae_lambda)",
+        "advantages = (token_rewards.flip(1).cumsum(1).flip(1) - baseline) * mask",
     )
     text = without(text, "values = baseline[rows]", "loss = policy_loss")
     text = replaced(text, " + args.value_loss_coef * value_loss", "")
