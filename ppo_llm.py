@@ -46,7 +46,7 @@ from utils import distributed, models, tasks
 from utils.cli import Fraction, command_line, flags, needs, not_with
 from utils.clock import timed
 from utils.envs.guess import guess_value, optimum  # noqa: F401  the optimum is drawn beside the curve
-from utils.opponents import Opponents
+from utils.opponents import make_opponents
 from utils.run import FolderArgs, Run
 
 
@@ -61,6 +61,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # earlier copies to keep: it learns in one seat, in turn, and each update draws who sits in the others
     opponents: NonNegativeInt = needs("self_play", default=0)
     opponent_interval: PositiveInt = needs("opponents", default=10)  # updates between copies; the oldest leaves
+    opponent_run: str | None = needs("self_play")  # in place of copies the agents of this run's folder, as they ended
     use_separate_critic: bool = True  # a critic has adapters, or a model, of its own; else a value head on the actor
     lora_rank: NonNegativeInt = 16  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     use_separate_reference_adapter: bool = True  # the reference has adapters of its own; else it is the initial model
@@ -91,6 +92,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     gae_lambda: Fraction = 0.85  # 0.95 for long answers in one turn
     reward_normalization: bool = False  # divide rewards by the standard deviation of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
+    turn_baseline: bool = True  # b_k, of each turn, so of each seat that moves in it; else one mean over all turns
     advantage_normalization: bool = True  # centre and scale advantages over the rollout's actions
 
     # Optimisation
@@ -438,7 +440,8 @@ def learn(agent, rollout, args, generator):
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
-    baseline = turn_baseline(rewards, rollout.turns, is_first, is_bootstrap)
+    turns = rollout.turns if args.turn_baseline else rollout.turns.clamp(max=1)
+    baseline = turn_baseline(rewards, turns, is_first, is_bootstrap)
 
     # 4. Log-probabilities and values before the update: by actor, reference and critic once; 6 reads actor and critic
     old_logprobs = torch.zeros_like(mask)
@@ -557,7 +560,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
     players = agents * (args.num_agents // len(agents))  # --self-play: one agent has all seats
-    opponents = Opponents(agents[0], initials[0], args) if args.opponents else None
+    opponents = make_opponents(agents[0], initials[0], args)  # None: the agent itself, as it is, has all seats
 
     with run.start(agents, generator):  # resumes, and saves however the run ends
         for update in run.updates():

@@ -5,6 +5,7 @@ import random
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ import ppo_llm
 from utils import models, tasks
 from utils.cli import UserError
 from utils.enjoy import show
-from utils.envs import open_spiel
+from utils.envs import open_spiel, pettingzoo
 from utils.run.metrics import seat_metrics
 from utils.same import timeless
 
@@ -124,11 +125,75 @@ def test_a_game_of_chance_alone_is_a_line(monkeypatch):
         load("open_spiel:kuhn_poker")
 
 
-@pytest.mark.parametrize("library, module", [("open_spiel", "pyspiel"), ("textarena", "textarena")])
-def test_a_missing_package_is_a_line(monkeypatch, library, module):
+@pytest.mark.parametrize(
+    "library, module, package",
+    [
+        ("open_spiel", "pyspiel", "open_spiel=="),
+        ("textarena", "textarena", "textarena=="),
+        ("pettingzoo", "pettingzoo", r"'pettingzoo\[classic\]=="),
+    ],
+)
+def test_a_missing_package_is_a_line(monkeypatch, library, module, package):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=f"takes a package that is not there: pip install {library}=="):
+    with pytest.raises(UserError, match=f"takes a package that is not there: pip install {package}"):
         load(f"{library}:kuhn_poker")
+
+
+# --- PettingZoo -------------------------------------------------------------------------------------------------------
+
+
+def test_tic_tac_toe_of_pettingzoo_shows_the_board_and_ends_with_a_winner():
+    pytest.importorskip("pettingzoo")
+    lines = {0: iter("048"), 1: iter("12")}
+    read, totals, metrics = play("pettingzoo:tictactoe_v3", lambda seat, text: next(lines[seat]), num_matches=1)
+    assert [seat for _, seat, _ in read] == [0, 1, 0, 1, 0] and totals == [[1.0, -1.0]]
+    assert metrics == {"illegal_rate": 0.0}
+    board = "x o .\n. . .\n. . ."  # seat 0 reads its own pieces as x, seat 1 those of seat 0 as o
+    assert read[2][2] == f"You are player_1.\n{board}\nLegal actions: 2 3 4 5 6 7 8\nSay a number."
+    assert read[1][2].split("\n")[1] == "o . ."
+
+
+def test_an_illegal_answer_in_pettingzoo_costs_its_seat_and_the_match_goes_on():
+    pytest.importorskip("pettingzoo")
+    read, totals, metrics = play("pettingzoo:tictactoe_v3", lambda seat, text: "0" if seat else "nine")
+    own = [sum((b, seat) == (k, 0) for b, seat, _ in read) for k in range(20)]
+    assert all(first + count in (-1.0, 0.0, 1.0) for (first, _), count in zip(totals, own))
+    assert metrics["illegal_rate"] > 0.5
+    assert play("pettingzoo:tictactoe_v3", lambda seat, text: "0" if seat else "nine") == (read, totals, metrics)
+
+
+def test_what_is_chosen_at_once_is_not_seen_in_pettingzoo():
+    pytest.importorskip("pettingzoo")
+    for first in "02":
+        answer = lambda seat, text, first=first: "1" if seat else first  # noqa: E731  rock, paper, scissors
+        read, totals, _ = play("pettingzoo:rps_v2(max_cycles=1)", answer, num_matches=2)
+        assert len({text for _, seat, text in read if seat == 1}) == 1
+        assert totals == [[-1.0, 1.0] if first == "0" else [1.0, -1.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("no_such_game_v1", "PettingZoo has no classic game of that name"),
+        ("tictactoe_v1", "tictactoe_v3"),
+        ("rps_v2(max_cycles)", "it takes NAME or NAME"),
+        ("rps_v2(max_cycles=one)", "it takes NAME or NAME"),
+        ("rps_v2(cycles=1)", "does not start: TypeError"),
+    ],
+)
+def test_a_wrong_name_of_pettingzoo_is_a_line(name, message):
+    pytest.importorskip("pettingzoo")
+    with pytest.raises(UserError, match="^--env pettingzoo") as error:
+        load(f"pettingzoo:{name}")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_observations_of_pettingzoo_are_rendered_as_text():
+    board = np.zeros((1, 2, 3))
+    board[0, 1, [0, 2]] = 1
+    assert pettingzoo.render_text(board) == "0 1: 0 2"
+    assert pettingzoo.render_text(np.array([0, 1, 0, 2.5])) == "1 3=2.5"
+    assert pettingzoo.render_text(np.zeros(3)) == "nothing" and pettingzoo.render_text(np.array(2)) == "2"
 
 
 # --- TextArena --------------------------------------------------------------------------------------------------------

@@ -227,6 +227,8 @@ class Targets:
             for turn in {token.turn for token in tokens}:
                 to_go.setdefault(turn, []).append(sum(token.reward for token in tokens if token.turn >= turn) / scale)
         self.baseline = {turn: mean(numbers) for turn, numbers in to_go.items()}
+        if not getattr(args, "turn_baseline", True):
+            self.baseline = dict.fromkeys(to_go, mean(sum(to_go.values(), [])))
         self.old = episodes
         self.actions = [actions_of(tokens, self.by_turn) for tokens in episodes]
         self.old_values = [self.values(tokens, actions) for tokens, actions in zip(episodes, self.actions)]
@@ -354,6 +356,7 @@ CASES = {
     "ppo of turns' mean values": (ppo_llm, {"action_granularity": "turn", "turn_value_reduction": "mean"}),
     "ppo of turns' last values": (ppo_llm, {"action_granularity": "turn", "turn_value_reduction": "final_value"}),
     "ppo with a head": (ppo_llm, {"use_separate_critic": False, "reward_normalization": True}),
+    "ppo with one baseline": (ppo_llm, {"action_granularity": "turn", "turn_baseline": False}),
     "ppo without adapters": (ppo_llm, {"lora_rank": 0, "use_separate_reference_adapter": False}),
 }
 

@@ -6,6 +6,7 @@ import torch
 import ppo_llm
 from utils import make_game_lm, models
 from utils.cli import UserError
+from utils.envs import open_spiel
 from utils.exploit import policy_of
 from utils.models.loading import load_tokenizer
 
@@ -30,6 +31,17 @@ def probabilities(folder, tmp_path):
 def test_it_plays_uniformly_and_hardly_ever_illegally(tmp_path):
     table, illegal = probabilities(make(tmp_path, steps=80, num_matches=32, learning_rate=5e-3), tmp_path)
     assert illegal < 0.1 and (table - 0.5).abs().max() < 0.2
+
+
+def test_it_learns_the_moves_of_a_game_of_pettingzoo(tmp_path):
+    pytest.importorskip("pettingzoo")
+    folder = make(tmp_path, env="pettingzoo:rps_v2(max_cycles=1)", steps=60, num_matches=32, learning_rate=5e-3)
+    args = ppo_llm.Args(
+        env="pettingzoo:rps_v2(max_cycles=1)", model=str(folder), num_agents=2, num_turns=2, max_new_tokens=2,
+        rollout_buffer_size=64, mini_batch_size=64, max_episodes=64, eval_interval=0, output_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    _, run = ppo_llm.main(args)
+    assert run.rows[0]["illegal_rate"] < 0.15
 
 
 def test_a_model_of_ones_own_learns_it_too(tmp_path):
@@ -60,7 +72,7 @@ def test_bad_input_is_one_line(tmp_path, flags, message):
 
 
 def test_nothing_longer_than_the_model_has_room_for_is_learned_from(tmp_path, monkeypatch):
-    game = make_game_lm.OpenSpiel(pyspiel.load_game("kuhn_poker"), "")
+    game = open_spiel.make_game("kuhn_poker", "")
     agent = make_game_lm.Namespace(tokenizer=load_tokenizer("utils/tiny_lm", "--model"), room=512)
     rows = [row for seed in range(20) for row in make_game_lm.play_match(game, seed, agent, 100)]
     longest = max(len(ids) for ids, _ in rows)

@@ -8,6 +8,7 @@ import torch
 from helpers import assert_metrics_are_alike
 from processes import finish, finish_two, largest_difference, start
 
+import ippo_llm
 import ppo_llm
 from utils.cli import UserError
 from utils.files import checkpoints
@@ -47,7 +48,7 @@ def watched(monkeypatch):
 
     def note_play(players, task, items, args, generator):
         rollouts = play(players, task, items, args, generator)
-        if hasattr(players[0], "opponents") and len({*map(id, players)}) == len(players):  # no evaluation
+        if len({*map(id, players)}) == len(players):  # no evaluation
             learner = [player.actor.adapter in (None, "agent_0_actor") for player in players]
             notes.append({"weights": [weights_of(player.actor) for player in players], "rollouts": rollouts})
             notes[-1]["learner"] = learner
@@ -181,6 +182,54 @@ def test_two_processes_meet_the_same_opponents_and_learn_as_one(tmp_path, small_
     finish_two("ppo_llm", *flags, *more, "--output-dir", tmp_path / "two")
     assert largest_difference(tmp_path / "one/agent_0", tmp_path / "two/agent_0") < 1e-4
     assert_metrics_are_alike(tmp_path / "one", tmp_path / "two")
+
+
+# --- The agents of a run ----------------------------------------------------------------------------------------------
+
+
+def against(run, **flags):
+    """Flags of a run whose opponents are the agents of another one."""
+    return {"opponents": 0, "opponent_interval": 10, "opponent_run": str(run)} | flags
+
+
+def test_the_agents_of_a_run_of_another_model_have_the_other_seat_and_do_not_change(tmp_path, watched, small_model):
+    other, _ = ippo_llm.main(
+        ippo_llm.Args(
+            **{name: FLAGS[name] for name in ("env", "num_agents", "num_turns", "max_new_tokens", "eval_size")},
+            rollout_buffer_size=4, mini_batch_size=4, max_episodes=4, model=small_model,
+            output_dir=str(tmp_path / "other"),
+        )
+    )  # fmt: skip
+    expected = [weights_of(agent.actor) for agent in other]
+    watched.clear()
+    agents, run = train(tmp_path / "run", **against(tmp_path / "other"))
+    assert len(watched) == 6 and not opponents_of(agents[0])
+    for update, note in enumerate(watched):
+        seat = update % 2
+        assert note["learned_from"] is note["rollouts"][seat] and same(note["weights"][seat], note["before"])
+        assert same(note["weights"][1 - seat], expected[1 - seat])
+        row = run.rows[update]
+        assert row["agent_0/reward_against_opponents"] == pytest.approx(row[f"agent_{seat}/reward_mean"])
+    train(tmp_path / "paused", **against(tmp_path / "other", pause_at=3))
+    train(resume=str(tmp_path / "paused"), **against(tmp_path / "other"))
+    assert all(compare(tmp_path / "paused", tmp_path / "run").values())
+
+
+def test_a_wrong_run_as_opponent_is_a_line(tmp_path):
+    train(tmp_path / "run", pause_at=1)
+    for flags, message in (
+        ({"self_play": False}, "--opponent-run has no effect without --self-play"),
+        ({"opponents": 2}, "--opponent-run has no effect with --opponents"),
+        ({"opponent_run": str(tmp_path / "none")}, f"--opponent-run: .*{tmp_path / 'none'}.* no such folder"),
+        ({"env": "open_spiel:tiny_hanabi"}, f"--opponent-run {tmp_path / 'run'} is a run of --env open_spiel:kuhn.*"),
+        ({"env": "guess", "num_agents": 1}, "--opponent-run takes seats for them: --num-agents 2 or more"),
+    ):
+        with pytest.raises(UserError, match=f"^{message}$") as error:
+            train(tmp_path / "new", **against(tmp_path / "run", **flags))
+        assert "\n" not in str(error.value) and not (tmp_path / "new").exists()
+
+
+# --- Bad input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Make a language model that knows the moves of a game of OpenSpiel, in about a minute: the player to begin from.
+"""Make a language model that knows the moves of a game, in about a minute: the player to begin from.
 
     python -m utils.make_game_lm open_spiel:kuhn_poker runs/kuhn_lm
 
@@ -8,6 +8,7 @@ begins from it has few illegal answers, and a KL penalty to it is an entropy bon
 written is an ordinary Hugging Face folder.
 """
 
+import importlib
 import random
 import time
 from argparse import Namespace
@@ -24,11 +25,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils import models
 from utils.cli import UserError, check_needs, command_line, flags, not_with
-from utils.envs.open_spiel import OpenSpiel, load_game
 from utils.files import writing
 from utils.models.loading import load_model, load_tokenizer, without_bars
 from utils.models.transcripts import UNLIMITED
 
+LIBRARIES = ("open_spiel", "pettingzoo")  # which say what is legal
 TINY = str(Path(__file__).parent / "tiny_lm")
 
 
@@ -36,7 +37,7 @@ TINY = str(Path(__file__).parent / "tiny_lm")
 class GameArgs:
     """What is learned, and where it goes."""
 
-    env: tyro.conf.Positional[str] = ""  # the game, open_spiel:NAME
+    env: tyro.conf.Positional[str] = ""  # the game, open_spiel:NAME or pettingzoo:NAME
     out: tyro.conf.Positional[str] = ""  # the folder to write; what is there of an earlier time is not replaced
     model: str | None = None  # folder or hub name of the model that learns; none: a new one
     hidden_size: Annotated[int, Field(gt=0, multiple_of=8)] = not_with("model", default=64)  # of a new model
@@ -91,12 +92,12 @@ def main(args):
     """Teach the model, and write it. Raises UserError."""
     check_needs(args)
     library, _, name = args.env.partition(":")
-    if library != "open_spiel":
-        raise UserError(f"the first argument names a game of OpenSpiel, open_spiel:NAME, got {args.env!r}")
+    if library not in LIBRARIES:
+        raise UserError(f"the first argument names a game, {':NAME or '.join(LIBRARIES)}:NAME, got {args.env!r}")
     out = Path(args.out)
     if not args.out or out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"the second argument is a folder to write, empty or not there yet, got {args.out!r}")
-    game = OpenSpiel(load_game(name, args.env), args.env)
+    game = importlib.import_module(f"utils.envs.{library}").make_game(name, args.env)
     tokenizer = load_tokenizer(args.model or TINY, "--model")
     if args.model:
         model = load_model(args.model, "--model").requires_grad_(True)

@@ -1,7 +1,8 @@
-"""Earlier copies of the agent that learns, in the seats that it does not take (--opponents).
+"""Who sits in the seats that the agent that learns does not take: earlier copies of it, or the agents of a run.
 
 An agent that meets only itself as it is now can forget how it won against what it was. So it takes one seat, and the
-others are played by copies of its actor: of the newest K that were taken, of which the oldest leaves for a new one.
+others are played by copies of its actor (--opponents): of the newest K that were taken, of which the oldest leaves for
+a new one. With --opponent-run a run's agents play there, as they were in the end, which do not change.
 """
 
 import copy
@@ -9,6 +10,20 @@ import random
 
 from utils.cli import UserError
 from utils.run.metrics import seat_metrics, team_metrics
+
+
+def make_opponents(agent, initial, args):
+    """The Opponents or RunOpponents of the flags, or None. Raises UserError."""
+    flag = "--opponents" if args.opponents else "--opponent-run" if args.opponent_run is not None else None
+    if flag is None:
+        return None
+    if args.num_agents == 1:
+        raise UserError(f"{flag} takes seats for them: --num-agents 2 or more")
+    if args.opponent_run is None:
+        return Opponents(agent, initial, args)
+    if args.opponents:
+        raise UserError("--opponent-run has no effect with --opponents")
+    return RunOpponents(agent, args)
 
 
 class Opponents:
@@ -19,8 +34,6 @@ class Opponents:
     """
 
     def __init__(self, agent, initial, args):
-        if args.num_agents == 1:
-            raise UserError("--opponents takes seats for them: --num-agents 2 or more")
         self.agent = agent
         self.args = args
         agent.opponents = [initial.frozen_copy(f"agent_0_opponent_{k}") for k in range(args.opponents)]
@@ -36,6 +49,10 @@ class Opponents:
         there = self.players[: num_taken + 1]
         rng = random.Random(f"opponents {self.args.seed} {update}")
         seats = [rng.choice(there) for _ in range(self.args.num_agents)]
+        return self.with_agent(seats, update)
+
+    def with_agent(self, seats, update):
+        """Those seats, but the agent that learns in its own: each seat in turn."""
         seats[update % self.args.num_agents] = self.agent
         return seats
 
@@ -45,3 +62,30 @@ class Opponents:
         earned = team_metrics([rollouts[seat]], several_turns=False)["reward_mean"]
         won = seat_metrics(rollouts)[f"agent_{seat}/win_rate"]
         return {"reward_against_opponents": earned, "win_rate_against_opponents": won}
+
+
+class RunOpponents(Opponents):
+    """The agents of a run of the same game, each in the seat in which it learned. Their models may be of another base.
+
+    They sample as the agent that learns does (--temperature and so on), and checkpoints do not have them.
+    """
+
+    def __init__(self, agent, args):
+        from utils.league import load_sides  # which imports the run's script
+
+        if args.use_vllm:
+            raise UserError("--opponent-run has no effect with --use-vllm")
+        self.agent = agent
+        self.args = args
+        try:
+            (side,) = load_sides([args.opponent_run])
+        except UserError as error:
+            raise UserError(f"--opponent-run: {error}") from error
+        game = f"--env {side.args.env} --num-agents {side.args.num_agents}"
+        if (side.args.env, side.args.num_agents) != (args.env, args.num_agents):
+            here = f"--env {args.env} --num-agents {args.num_agents}"
+            raise UserError(f"--opponent-run {args.opponent_run} is a run of {game}, and this is one of {here}")
+        self.players = side.seats
+
+    def seats(self, update):
+        return self.with_agent([*self.players], update)

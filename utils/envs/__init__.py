@@ -37,7 +37,7 @@ from utils.tasks.calls import A_NUMBER, call, check_prompt, check_together, in_r
 from utils.timers import time_limit
 
 BUILT_IN = ("grid", "guess", "probe")
-LIBRARIES = ("open_spiel", "textarena")  # whose games of several seats are named LIBRARY:GAME; see docs/games.md
+LIBRARIES = ("open_spiel", "pettingzoo", "textarena")  # their games of several seats are LIBRARY:GAME; docs/games.md
 MADE_GAMES = 4800  # to train on, without --train-size
 MOST_GAMES = 500_000  # of one seed to train on, and to hold out
 OF_TASKS = ("reward_func", "reward_fn", "formatters", "conversation_template", "train_dataset")

@@ -20,7 +20,7 @@ MOST_WATCHED = 2000  # information states of a game that is scored with each eva
 def load(name, args):
     """The game of that name. Raises UserError."""
     label = f"--env open_spiel:{name}"
-    game = OpenSpiel(load_game(name, label), label)
+    game = make_game(name, label)
     check_seats(label, game.num_seats, args)
     if game.begin(0).seat is None:
         raise UserError(f"{label}: only chance moves in it")
@@ -28,6 +28,10 @@ def load(name, args):
     if most > args.num_turns:
         say(f"{label} has matches of up to {most} moves: --num-turns {args.num_turns} cuts them short")
     return game
+
+
+def make_game(name, label):
+    return OpenSpiel(load_game(name, label), label)
 
 
 def load_game(name, label):
