@@ -94,7 +94,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. Each names the arguments that it wants, such as items, histories (all: docs/tasks.md).
+# A task is these functions. Each names the arguments that it wants, such as items, turns (all: docs/tasks.md).
 # tasks.load_task wraps them: it passes those, checks what they return, and gives each agent a copy of a team's floats.
 
 
