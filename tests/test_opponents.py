@@ -1,7 +1,10 @@
 """Earlier copies of the learner in the other seats: which they are, who learns from what, and going on to the bit."""
 
 import copy
+import json
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,6 +230,21 @@ def test_a_wrong_run_as_opponent_is_a_line(tmp_path):
         with pytest.raises(UserError, match=f"^{message}$") as error:
             train(tmp_path / "new", **against(tmp_path / "run", **flags))
         assert "\n" not in str(error.value) and not (tmp_path / "new").exists()
+
+
+def test_a_run_of_another_script_is_a_line_and_one_of_the_script_that_runs_is_taken(tmp_path, monkeypatch):
+    train(tmp_path / "run", pause_at=1)
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"script": "mine.py"}))
+    message = f"^--opponent-run: {tmp_path / 'run'} is of another script, which is not run for it$"
+    with pytest.raises(UserError, match=message):
+        train(tmp_path / "new", **against(tmp_path / "run"))
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine.py").write_text(Path(ppo_llm.__file__).read_text())
+    monkeypatch.setattr(ppo_llm, "__file__", str(tmp_path / "mine.py"))
+    monkeypatch.setitem(sys.modules, "mine", None)  # and taken away again
+    _, run = train(tmp_path / "new", **against(tmp_path / "run", max_episodes=4))
+    assert "agent_0/reward_against_opponents" in run.rows[0]
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ a new one. With --opponent-run a run's agents play there, as they were in the en
 
 import copy
 import random
+import sys
+from pathlib import Path
 
 from utils.cli import UserError
 from utils.run.metrics import seat_metrics, team_metrics
@@ -71,21 +73,34 @@ class RunOpponents(Opponents):
     """
 
     def __init__(self, agent, args):
-        from utils.league import load_sides  # which imports the run's script
-
         if args.use_vllm:
             raise UserError("--opponent-run has no effect with --use-vllm")
         self.agent = agent
         self.args = args
-        try:
-            (side,) = load_sides([args.opponent_run])
-        except UserError as error:
-            raise UserError(f"--opponent-run: {error}") from error
-        game = f"--env {side.args.env} --num-agents {side.args.num_agents}"
-        if (side.args.env, side.args.num_agents) != (args.env, args.num_agents):
-            here = f"--env {args.env} --num-agents {args.num_agents}"
-            raise UserError(f"--opponent-run {args.opponent_run} is a run of {game}, and this is one of {here}")
+        side = load_side(args)
+        game, own_game = (f"--env {each.env} --num-agents {each.num_agents}" for each in (side.args, args))
+        if game != own_game:
+            raise UserError(f"--opponent-run {args.opponent_run} is a run of {game}, and this is one of {own_game}")
         self.players = side.seats
 
     def seats(self, update):
         return self.with_agent([*self.players], update)
+
+
+def load_side(args):
+    """The run of --opponent-run as a Side: of a script of the project, or the one that runs. Raises UserError."""
+    from utils.enjoy import import_script, read_config  # they and the league import scripts
+    from utils.league import load_sides
+
+    run, script = args.opponent_run, sys.modules[type(args).__module__].__file__
+    try:
+        config = read_config(run)
+        try:
+            import_script(run, config)
+            script = None
+        except UserError as error:
+            if Path(str(config.get("script"))).name != Path(script).name:
+                raise UserError(f"{run} is of another script, which is not run for it") from error
+        return load_sides([run], script)[0]
+    except UserError as error:
+        raise UserError(f"--opponent-run: {error}") from error

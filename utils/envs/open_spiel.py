@@ -10,10 +10,9 @@ import random
 
 from utils.cli import UserError, one_line
 from utils.distributed import say
-from utils.envs.seats import Game, check_seats
+from utils.envs.seats import LARGEST_SEED, Game, check_seats
 
 PIN = "open_spiel==2.0.2"
-LARGEST_SEED = 2**31 - 1  # that a game of its own chance takes
 MOST_WATCHED = 2000  # information states of a game that is scored with each evaluation of a run
 
 
@@ -31,6 +30,7 @@ def load(name, args):
 
 
 def make_game(name, label):
+    """The Game of a name, for any number of seats. Raises UserError."""
     return OpenSpiel(load_game(name, label), label)
 
 

@@ -14,10 +14,9 @@ import warnings
 import numpy as np
 
 from utils.cli import UserError, describe
-from utils.envs.seats import Game, check_seats
+from utils.envs.seats import LARGEST_SEED, Game, check_seats
 
 PIN = "'pettingzoo[classic]==1.27.0'"
-LARGEST_SEED = 2**31 - 1
 
 
 def load(name, args):
@@ -53,12 +52,12 @@ def make_game(name, label):
 
 def parse(name, label):
     """("rps_v2", {"max_cycles": 1}) of "rps_v2(max_cycles=1)". Raises UserError."""
-    found = re.fullmatch(r"(\w+)(\(.*\))?", name)
+    parts = re.fullmatch(r"(\w+)(\(.*\))?", name)
     try:
-        call = ast.parse(f"dict{found[2] or '()'}", mode="eval").body
+        call = ast.parse(f"dict{parts[2] or '()'}", mode="eval").body
         if call.args:
             raise ValueError(call.args)
-        return found[1], {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return parts[1], {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise UserError(f"{label}: it takes NAME or NAME(key=value, ...)") from error
 

@@ -12,6 +12,8 @@ and, if the library knows it, answers() -> texts that whoever is to move may say
 
 from utils.cli import UserError
 
+LARGEST_SEED = 2**31 - 1  # that a library's own chance takes
+
 
 class Game:
     """A game by name, and how many of its last answers were illegal."""
