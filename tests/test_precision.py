@@ -4,6 +4,8 @@ import pytest
 import torch
 from short_runs import FLAGS, SCRIPTS, make_task, reward_length, train
 
+from utils.models import causal_lm
+
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
@@ -37,3 +39,19 @@ def test_autocast_leaves_the_weights_in_float32_and_computes_in_bfloat16(flags):
         rows.append(run.rows[0])
     one, other = [[row[f"agent_{i}/{name}"] for i in range(2) for name in ("entropy", "grad_norm")] for row in rows]
     assert one != other and other == pytest.approx(one, rel=0.2)
+
+
+def test_a_large_model_is_computed_in_bfloat16_by_itself_where_the_device_is_fast_at_it(monkeypatch, capfd):
+    def found(able, large, **flags):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+        monkeypatch.setattr(causal_lm, "LARGE", large)
+        agents, _ = train("ippo", folder="run", overwrite=True, **flags)
+        said = "forward passes are in bfloat16" in "".join(capfd.readouterr())
+        return agents[0].actor.base.mixed_precision, agents[0].reference.base.mixed_precision, said
+
+    large = 100  # parameters, which the small model has
+    assert found({"avx512_bf16": True}, large) == found({"amx_bf16": True}, large) == ("bf16", "bf16", True)
+    assert found({"avx512_bf16": False}, large) == found({}, large) == ("no", "no", False)
+    assert found({"avx512_bf16": True}, causal_lm.LARGE * 10**6) == ("no", "no", False)
+    assert found({"avx512_bf16": True}, large, mixed_precision="no") == ("no", "no", False)
+    assert found({"avx512_bf16": True}, large, dtype="bfloat16") == ("no", "no", False)

@@ -195,7 +195,7 @@ def mergeable_layers(model, args):
     """
     if not args.merge_adapters or args.shard or args.torch_compiler:
         return []
-    if model.dtype != torch.float32 or args.mixed_precision != "no":
+    if model.dtype != torch.float32 or causal_lm.is_in_bfloat16(model):
         return []
     if getattr(model.config, "quantization_config", None):
         return []

@@ -132,7 +132,12 @@ def at(x, columns):
 
 def autocast(model):
     """Within it forward passes run in the model's mixed precision, which `forward` sees to for a single pass."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=getattr(model, "mixed_precision", "no") == "bf16")
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=is_in_bfloat16(model))
+
+
+def is_in_bfloat16(model):
+    """Whether a model's passes are in bfloat16, by its mixed precision."""
+    return getattr(model, "mixed_precision", "no") == "bf16"
 
 
 def forward_unpadded(model, input_ids, attention_mask, cache, keep, hidden):
@@ -342,7 +347,7 @@ class Step:
     def grow(self):
         S = self.attention_mask.shape[1]
         columns = (S + FIXED_ROOM + 7) // 8 * 8  # as attention's kernels want them
-        half = getattr(self.model, "mixed_precision", "no") == "bf16"
+        half = is_in_bfloat16(self.model)
         for k, layer in enumerate(self.cache.layers):
             dtype = torch.bfloat16 if half else layer.values.dtype
             self.cache.layers[k] = FixedLayer(layer.keys, layer.values, columns, dtype)
@@ -383,6 +388,9 @@ LARGEST_ERROR = 1e-3  # on average, in standard deviations of what is right
 LARGEST_ERROR_IN_HALF_PRECISION = 0.05
 
 
+LARGE = 10_000_000  # parameters, above which passes in bfloat16 are faster on a CPU that has it
+
+
 def prepare(model, name, mixed_precision="no", static_cache=False):
     """Make a model ready for `forward`: its attention, what it can't do with padding, and its mixed precision.
 
@@ -390,11 +398,23 @@ def prepare(model, name, mixed_precision="no", static_cache=False):
     """
     register_attention()
     check_padding(model, name)
+    if mixed_precision == "auto":
+        mixed_precision = "bf16" if is_faster_in_bfloat16(model) else "no"
     model.mixed_precision = mixed_precision
     model.base_model.mixed_precision = mixed_precision
     model.static_cache = static_cache
     if static_cache:
         check_static_cache(model, name)
+
+
+def is_faster_in_bfloat16(model):
+    """Whether autocast to bfloat16 saves time: a large model of float32 on a device with products of that type."""
+    if model.dtype != torch.float32 or sum(x.numel() for x in model.parameters()) < LARGE:
+        return False
+    if model.device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    able = torch.cpu.get_capabilities()
+    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
 
 
 @torch.no_grad()
@@ -451,7 +471,7 @@ def padded_rows(model):
 
 def largest_error(model):
     """How far outputs may be off, in standard deviations."""
-    half = model.dtype != torch.float32 or getattr(model, "mixed_precision", "no") == "bf16"
+    half = model.dtype != torch.float32 or is_in_bfloat16(model)
     return LARGEST_ERROR_IN_HALF_PRECISION if half else LARGEST_ERROR
 
 

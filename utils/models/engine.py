@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from utils import distributed
 from utils.cli import UserError, one_line
-from utils.models import adapters
+from utils.models import adapters, causal_lm
 from utils.models.tensors import fingerprint, is_of_adapter, plain
 
 ENVIRONMENT = {  # variables of vLLM, where the user has not set them
@@ -126,7 +126,7 @@ def get_adapter_engine(model, args, num_adapters):
     """An engine of vLLM for so many adapters of one configuration on one base, of a PeftModel. Raises UserError."""
     base = model.get_base_model()
     config = next(iter(model.peft_config.values()))
-    if base.device.type == "cuda" and args.dtype == "float32" and args.mixed_precision == "no":
+    if base.device.type == "cuda" and args.dtype == "float32" and not causal_lm.is_in_bfloat16(base):
         raise UserError("--use-vllm takes adapters in bfloat16 on a GPU: add --mixed-precision bf16")
     for name in NOT_IN_VLLM:
         if getattr(config, name):
@@ -144,7 +144,7 @@ def find_engine(model, args, longest=None, rank=None, num_adapters=0):
     """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    half = args.dtype == "bfloat16" or args.mixed_precision == "bf16"
+    half = args.dtype == "bfloat16" or causal_lm.is_in_bfloat16(model)
     settings = FIXED | {
         "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
         "dtype": "bfloat16" if half else "float32",

@@ -16,7 +16,8 @@ class LoadingArgs:
 
     model_config: Settings = field(default_factory=dict)  # settings that actors are loaded with, JSON values by name
     dtype: Literal["float32", "bfloat16"] = "float32"  # data type of the models' weights
-    mixed_precision: Literal["no", "bf16"] = "no"  # autocast to this type in the forward pass, not attention on a CPU
+    # bf16: autocast in the forward pass, not attention on a CPU; auto: for large models, where the device is fast at it
+    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # attention kernel
     trust_remote_code: bool = False  # run code that comes with a hub model
     # today, for chat templates that write the date: a fixed one, so that a run is the same on any day

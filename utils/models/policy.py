@@ -201,6 +201,9 @@ class Source:
         if self.loaded is None:
             model = loading.load_frozen(self.name, self.args, distributed.device(), self.given)
             mend_end_tokens(model, self.tokenizer, self.name)
+            if self.args.mixed_precision == "auto" and causal_lm.is_in_bfloat16(model):
+                exact = f"{flag_name('mixed_precision')} no is slower, and exact"
+                say(f"{self.name}: forward passes are in bfloat16; {exact}")
             adapter = None
             if lora.is_wanted(self.args):
                 model = adapters.wrap(model, stages.build_config(model, self.args), self.args)
