@@ -1,6 +1,6 @@
 """How time and memory grow with agents, turns, new tokens and parameters: ippo_llm.py, one change at a time.
 
-    python -m benchmark.cost                                    half an hour on two quiet cores
+    python -m benchmark.cost                                    ten minutes on two quiet cores
     python -m benchmark.cost --axes agents turns --output-dir runs/cost
 
 A team of value heads answers 16 prompts, each answer of its full length, and learns from them in one pass; models are
@@ -31,13 +31,13 @@ from utils.run.report import COLORS
 
 HERE = Path(__file__).resolve().parent
 MODELS = {  # parameters in millions: of random_lm
-    1: "",
+    0.9: "",
     31: "--layers 8 --width 512 --vocabulary 8192",
     135: "--layers 30 --width 576 --inner 1536 --heads 9 --groups 3 --vocabulary 49152",
     494: "--layers 24 --width 896 --inner 4864 --heads 14 --groups 2 --vocabulary 151936",
 }
-FIRST = {"agents": 2, "turns": 1, "new_tokens": 64, "parameters": 1}
-AXES = {"agents": (1, 2, 4, 8), "turns": (1, 3, 6), "new_tokens": (64, 256, 1024), "parameters": (1, 31, 135, 494)}
+FIRST = {"agents": 2, "turns": 1, "new_tokens": 64, "parameters": 0.9}
+AXES = {"agents": (1, 2, 4, 8), "turns": (1, 3, 6), "new_tokens": (64, 256, 1024), "parameters": (0.9, 31, 135, 494)}
 WHAT = {"agents": "agents", "turns": "turns", "new_tokens": "new tokens", "parameters": "millions of parameters"}
 
 
@@ -105,12 +105,12 @@ def table_of(measured, axes):
         rows = [measured[json.dumps(case)] for case in cases_of(axis)]
         for row in rows:
             seconds = row["play"] + row["learn"]
-            text += f"| {row[axis]} {WHAT[axis]} | {row['play']:.3f} | {row['learn']:.3f} | {1 / seconds:.2f} "
+            text += f"| {WHAT[axis]}: {row[axis]} | {row['play']:.3f} | {row['learn']:.3f} | {1 / seconds:.2f} "
             text += f"| {row['mib']:.0f} |\n"
         values = [row[axis] for row in rows]
         powers = [exponent(values, [row[name] for row in rows]) for name in ("play", "learn")]
         powers.append(exponent(values, [row["play"] + row["learn"] for row in rows]))
-        text += f"| exponent of {WHAT[axis]} | {powers[0]:.2f} | {powers[1]:.2f} | -{powers[2]:.2f} "
+        text += f"| exponent of {axis.replace('_', ' ')} | {powers[0]:.2f} | {powers[1]:.2f} | -{powers[2]:.2f} "
         text += f"| {exponent(values, [row['mib'] for row in rows]):.2f} |\n"
     return text
 
@@ -126,6 +126,8 @@ def draw(measured, axes, path):
         for panel, (label, cost), color in zip(panels[:, k], costs.items(), COLORS):
             panel.loglog(values, cost, "o-", color=color)
             panel.loglog(values, [cost[0] * value / values[0] for value in values], ":", color="#999999")
+            panel.set_xticks(values, map(str, values))
+            panel.set_xticks([], minor=True)
             panel.set_xlabel(WHAT[axis])
             panel.set_ylabel(label if k == 0 else "")
     figure.savefig(path, dpi=100)

@@ -1,0 +1,126 @@
+"""Every figure that README and the pages give of a run is that of the results that are kept."""
+
+import json
+import re
+from functools import cache
+from statistics import fmean
+
+import pytest
+from processes import ROOT
+
+import benchmark.__main__ as driver
+from benchmark import cost
+from utils import plot
+from utils.run.reader import read_metrics
+
+RESULTS = ROOT / "benchmark/results"
+
+
+@cache
+def page(name):
+    return " ".join((ROOT / name).read_text().split())
+
+
+@cache
+def final(group, task, name="final"):
+    """The mean over seeds of what a group's runs end with: their reward, or log-probability."""
+    ((_, curves),) = plot.load([f"{group}:{RESULTS / group}/{task}__*"]).items()
+    return f"{fmean(getattr(curve, name) for curve in curves):.2f}"
+
+
+def held_out(run, update):
+    """The held-out reward of a real model's run after an update."""
+    return f"{read_metrics(ROOT / 'benchmark/real' / run)[update - 1]['eval/reward_mean']:.2f}"
+
+
+def exploitability(variant, seed):
+    rows = read_metrics(ROOT / "benchmark/kuhn/results" / f"{variant}__{seed}")
+    scores = [row["eval/exploitability"] for row in rows if row["eval/exploitability"] is not None]
+    return fmean(scores[-max(1, len(scores) // 10) :])
+
+
+SENTENCES = [  # page, a sentence, its figures
+    (
+        "docs/algorithms.md",
+        "In IAC the critic ends higher on `tldr` ({} against {}) and on `code` ({} against {})",
+        lambda: [final(f"iac_{kind}", task) for task in ("tldr", "code") for kind in ("critic", "head")],
+    ),
+    (
+        "docs/algorithms.md",
+        "the text has {} nats a token under the initial model after 1,536 joint samples. With it the text has {};",
+        lambda: [final(f"ippo_third{kind}", "tldr", "logprob") for kind in ("_no_penalty", "")],
+    ),
+    (
+        "docs/algorithms.md",
+        "Without it the team also earns less, {} against {}",
+        lambda: [final(f"ippo_third{kind}", "tldr") for kind in ("_no_penalty", "")],
+    ),
+    (
+        "benchmark/ippo.md",
+        "has to wait for the critic ({} against {}, every seed",
+        lambda: [final(f"ippo_third{kind}", "tldr") for kind in ("_lambda_0", "")],
+    ),
+    (
+        "README.md",
+        "come from {} after the first update to {} after 24 on held-out posts",
+        lambda: [held_out("ippo", 1), held_out("ippo", 24)],
+    ),
+    (
+        "docs/report.md",
+        "Two agents of SmolLM2-135M come from {} to {} of 3 on held-out posts",
+        lambda: [held_out("ippo", 1), held_out("ippo", 24)],
+    ),
+    (
+        "docs/report.md",
+        "comes to an exploitability of {} to {} (three seeds",
+        lambda: [f"{bound([exploitability('moving_reference', k) for k in (1, 2, 3)]):.3f}" for bound in (min, max)],
+    ),
+    (
+        "docs/games.md",
+        "falls from 0.35 to between {} and {}",
+        lambda: [f"{bound([exploitability('moving_reference', k) for k in (1, 2, 3)]):.3f}" for bound in (min, max)],
+    ),
+]
+
+
+@pytest.mark.parametrize("name, sentence, figures", SENTENCES, ids=lambda x: x[:40] if isinstance(x, str) else "")
+def test_a_sentence_has_the_figures_of_the_kept_runs(name, sentence, figures):
+    assert sentence.format(*figures()) in page(name)
+
+
+def test_the_rows_of_real_models_are_of_the_kept_runs():
+    rows = re.findall(r"^\| (?:IPPO|MAGRPO|PPO|IAC|MAAC).*$", (ROOT / "benchmark/real.md").read_text(), flags=re.M)
+    folders = {path.name for path in (ROOT / "benchmark/real").iterdir()}
+    shown = set()
+    for row in rows:
+        label, *figures = [cell.strip() for cell in row.strip("|").split("|")]
+        for run in sorted(folders):
+            columns = read_metrics(ROOT / "benchmark/real" / run)
+            logprob = f"{fmean(row['reference_logprob'] for row in columns[-3:]):.2f}"
+            last = len(columns)
+            if figures[:4] == [*(held_out(run, update) for update in (1, last // 2, last)), logprob]:
+                shown.add(run)
+    assert shown == folders and len(rows) == len(folders)
+
+
+@pytest.mark.rest
+def test_the_tables_of_the_pages_are_of_the_kept_results(tmp_path):
+    tables = driver.pictures(RESULTS, tmp_path)
+    for path in (ROOT / "README.md", ROOT / "benchmark/README.md"):
+        folder = tmp_path / path.parent.name
+        folder.mkdir(exist_ok=True)
+        driver.fill([path], tables, folder)
+        assert (folder / path.name).read_text() == path.read_text(), path
+
+
+def test_the_table_of_costs_is_of_the_kept_measurements():
+    lines = (ROOT / "benchmark/cost/cost.jsonl").read_text().splitlines()
+    measured = {json.dumps({name: row[name] for name in cost.FIRST}): row for row in map(json.loads, lines)}
+    text = (ROOT / "benchmark/README.md").read_text()
+    assert f"<!-- cost -->\n\n{cost.table_of(measured, tuple(cost.AXES))}\n<!-- end -->" in text
+    assert len(measured) == sum(len(values) for values in cost.AXES.values()) - 3  # of which axes share some
+
+
+def test_an_exponent_of_what_is_linear_is_one():
+    assert cost.exponent([2, 4, 16], [3.0, 9.0, 24.0]) == pytest.approx(1.0)
+    assert cost.exponent([1, 10], [5.0, 500.0]) == pytest.approx(2.0)
