@@ -355,10 +355,10 @@ def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
-    rewards = played = 0.0  # [B, T + 1] in column t the mean of what the agents earn in turn t; 1 if somebody acted
-    for rollout, mask in zip(rollouts, masks):
-        rewards += models.rewards_by_turn(rollout, num_turns) / len(agents)
-        played = (played + models.sum_by_turn(mask, rollout.turns, num_turns)).clamp(max=1)
+    # Both [B, T + 1], turn t in column t: the mean of what the agents earn in it, and 1 if somebody acted in it
+    rewards = torch.stack([models.rewards_by_turn(rollout, num_turns) for rollout in rollouts]).mean(0)
+    acted = [models.sum_by_turn(mask, rollout.turns, num_turns) for rollout, mask in zip(rollouts, masks)]
+    played = torch.stack(acted).amax(0).clamp(max=1)
 
     # 1. Rewards, in standard deviations of what an episode earns
     if args.reward_normalization:
@@ -432,7 +432,7 @@ def learn(agents, critic, rollouts, args, generator):
     for own, (policy_loss, entropy), grad_norm in zip(metrics, torch.stack(losses).sum(0) / num_steps, grad_norms):
         own |= {"policy_loss": policy_loss, "entropy": entropy, "grad_norm": grad_norm}
     return metrics, {
-        "value_loss": torch.stack(value_losses).sum() / num_steps,
+        "value_loss": sum(value_losses) / num_steps,
         "grad_norm": grad_norms[-1],
         "explained_variance": distributed.explained_variance(returns, old_values, played),
     }
