@@ -5,14 +5,15 @@ import copy
 import pytest
 import torch
 from helpers import build_model, make_model, read_metrics
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaModel
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import iac_llm
 import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-from utils import models
+from utils import distributed, models
 from utils.cli import UserError
 from utils.models.weights import optimizers_of
 from utils.tasks import number
@@ -78,6 +79,26 @@ def test_each_agent_reads_its_prompts_by_its_own_chat_template(tmp_path, tokeniz
     assert texts[0].startswith("<|user|>7") and texts[1].startswith("Q: 7 A:")
     saved = AutoTokenizer.from_pretrained(tmp_path / "run/agent_1")
     assert saved.chat_template.startswith("{% for message in messages %}Q:")
+
+
+@pytest.mark.parametrize("script", [ippo_llm, ppo_llm])
+def test_a_saved_agent_opens_elsewhere_and_gives_the_same_greedy_answer(tmp_path, script):
+    flags = {"num_agents": 2, "actor_learning_rate": 3e-3, "max_new_tokens": 16, "train_size": 8}
+    agents, run = train_named(script, tmp_path, ("utils/tiny_lm",), **flags)
+    run.args.do_sample = False
+    chat = [{"role": "user", "content": "Summarise this post in about 16 words. Anna took my car."}]
+    for i, agent in enumerate(agents):
+        ids = models.encode(chat, [], agent)
+        (answer,) = script.generate(agent, [ids], run.args, distributed.generator(1))
+        folder = tmp_path / f"run/agent_{i}"
+        if script is ppo_llm:  # adapters
+            saved = AutoPeftModelForCausalLM.from_pretrained(folder / "actor", dtype=torch.float32)
+        else:
+            saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        read = AutoTokenizer.from_pretrained(folder)
+        prompt = read.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        assert prompt.input_ids[0].tolist() == ids
+        assert saved.generate(**prompt, do_sample=False, max_new_tokens=16)[0, len(ids) :].tolist() == answer
 
 
 def build(script, tokenizer, **flags):
