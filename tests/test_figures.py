@@ -39,6 +39,13 @@ def exploitability(variant, seed):
     return fmean(scores[-max(1, len(scores) // 10) :])
 
 
+def paid_in_a_round(game, update):
+    """What an agent earns in a round of the prisoner's dilemma, the mean of three seeds."""
+    folders = [ROOT / "benchmark/dilemma" / f"{game}__{seed}" for seed in (1, 2, 3)]
+    shared = 2 if game == "dilemma_sum" else 1  # both are paid what both earn
+    return f"{fmean(read_metrics(folder)[update]['reward_mean'] for folder in folders) / 5 / shared:.1f}"
+
+
 SENTENCES = [  # page, a sentence, its figures
     (
         "docs/algorithms.md",
@@ -74,6 +81,16 @@ SENTENCES = [  # page, a sentence, its figures
         "docs/report.md",
         "comes to an exploitability of {} to {} (three seeds",
         lambda: [f"{bound([exploitability('moving_reference', k) for k in (1, 2, 3)]):.3f}" for bound in (min, max)],
+    ),
+    (
+        "docs/games.md",
+        "what they earn in a round falls from {} to {} each",
+        lambda: [paid_in_a_round("dilemma", update) for update in (0, -1)],
+    ),
+    (
+        "docs/games.md",
+        "they learn to cooperate, and earn {} each",
+        lambda: [paid_in_a_round("dilemma_sum", -1)],
     ),
     (
         "docs/games.md",

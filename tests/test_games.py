@@ -321,3 +321,23 @@ def test_scripts_play_it_and_the_same_again(tmp_path, script):
     assert run.rows[0]["agent_0/win_rate"] + run.rows[0]["agent_1/win_rate"] == 1  # nobody draws in it
     train("two")
     assert timeless(tmp_path / "one") == timeless(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    "name, paid", [("dilemma", [(3, 3), (0, 5), (1, 1)]), ("dilemma_sum", [(6, 6), (5, 5), (2, 2)])]
+)
+def test_the_prisoners_dilemma_pays_each_for_itself_or_the_sum(name, paid):
+    task, args = load(f"benchmark/games/{name}.py", num_turns=4)
+    env = task.TeamEnv(task, [{"seed": 1}], args)
+    (first,), _ = (own.values() for own in env.reset())
+    assert first == [{"role": "user", "content": "Say 1 or 2."}]
+    for answers, payoffs in zip((("1", " 1"), ("1", "2"), ("2", "2")), paid):
+        observations, rewards, cut = env.step([{0: answer} for answer in answers])
+        assert tuple(own[0] for own in rewards) == payoffs and not cut
+        seen = [own[0][0]["content"] for own in observations]
+        mine, other = (answer.strip() for answer in answers)
+        assert seen == [f"You {mine}, other {other}. Say 1 or 2.", f"You {other}, other {mine}. Say 1 or 2."]
+    observations, rewards, _ = env.step([{0: "1"}, {0: "yes"}])  # the last round; a coin moves for the second agent
+    assert observations == [{}, {}]
+    earned = tuple(own[0] for own in rewards)
+    assert earned in (((3, 2), (0, 4)) if name == "dilemma" else ((5, 5), (4, 4)))
