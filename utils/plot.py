@@ -124,7 +124,7 @@ def task_of(config):
     if subject is None:
         if "script" not in config:  # an earlier version's
             return "guess"
-        return "the script's environment" if "env" in args else "the script's task"
+        return "the script's task"
     return one_line(Path(subject).stem if subject.endswith(".py") else subject, 80)
 
 
