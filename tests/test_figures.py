@@ -49,8 +49,13 @@ def paid_in_a_round(game, update):
 SENTENCES = [  # page, a sentence, its figures
     (
         "docs/algorithms.md",
-        "In IAC the critic ends higher on `tldr` ({} against {}) and on `code` ({} against {})",
-        lambda: [final(f"iac_{kind}", task) for task in ("tldr", "code") for kind in ("critic", "head")],
+        "in IPPO (`tldr`: {} and {}) and in IAC ({} and {};",
+        lambda: [final(f"{script}_{kind}", "tldr") for script in ("ippo", "iac") for kind in ("critic", "head")],
+    ),
+    (
+        "docs/algorithms.md",
+        "after 4,608 samples its text is at {}, that of IPPO at {}.",
+        lambda: [final(group, "tldr", "logprob") for group in ("ppo", "ippo_critic")],
     ),
     (
         "docs/algorithms.md",
