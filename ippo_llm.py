@@ -1,11 +1,11 @@
-"""Independent PPO (IPPO) for a team of language models, in one file.
+"""Independent PPO (IPPO), as CoMLRL defines it, for a team of language models, in one file.
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
 actor, or a model of its own (--use-separate-critic). As on CoMLRL's page there is no probability ratio and no clipping
 of the policy loss; ppo_llm.py has both. For a token a_t that an agent samples in turn k after h_t, which is all that it
 has read and written before:
 
-    s       = std of what it earns in the rollout's episodes, or 0.98 of its last update's s if that is more
+    s       = std of what it earns in episodes in which it acts, or 0.98 of its last update's s if that is more
     r_t     = -kl_coef (log pi - log pi_ref)           on every token; on the last one of a turn also
               + what it earns until it acts again / (s + 0.001)
     b_k     = mean of what it earns from turn k to the end / (s + 0.001), over episodes in which it acts in turn k
@@ -64,7 +64,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts
+    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts; the environment sees to it
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -81,7 +81,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; steps after the first are off-policy, uncorrected
+    update_epochs: PositiveInt = 1  # passes over a rollout; all steps but the first are off-policy, uncorrected
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -134,7 +134,7 @@ def external_transition(item, agent_completions):
 
 
 class Agent:
-    """An actor, its frozen initial copy, a critic, and an optimiser for actor and critic."""
+    """An actor, its frozen initial copy, a critic, and an optimiser for each of the two that learn."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -244,7 +244,7 @@ class Rollout:
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it."""
+    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it, if one did."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -368,7 +368,7 @@ def learn(agent, rollout, args, generator):
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # late noise is not scaled up to size 1
         rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
 
     # 2. The baseline b_k. V = b_k + critic; the critic's output starts at 0, so that V starts at b_k
@@ -402,7 +402,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # per process: gradients are averaged too
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean over processes, as of gradients
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens

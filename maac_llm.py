@@ -60,7 +60,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts
+    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts; the environment sees to it
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -76,7 +76,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; steps after the first are off-policy, uncorrected
+    update_epochs: PositiveInt = 1  # passes over a rollout; all steps but the first are off-policy, uncorrected
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -241,7 +241,7 @@ class Rollout:
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it."""
+    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it, if one did."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -363,7 +363,7 @@ def learn(agents, critic, rollouts, args, generator):
     # 1. Rewards, in standard deviations of what an episode earns
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
-        critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # falls slowly: late noise stays small
+        critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # late noise is not scaled up to size 1
         rewards = rewards / (critic.state["std"] + args.reward_norm_eps)
 
     # 2. The baseline b_t. V = b_t + critic; the critic's output starts at 0, so that V starts at b_t

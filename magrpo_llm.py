@@ -60,7 +60,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: Annotated[int, Field(ge=2)] = 4  # K, episodes per item (the group), which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts
+    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts; the environment sees to it
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers, alike in a group
     temperature: PositiveFloat = 1.0
@@ -74,7 +74,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     advantage_normalization: bool = False  # divide advantages by the group's standard deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; steps after the first are off-policy, uncorrected
+    update_epochs: PositiveInt = 1  # passes over a rollout; all steps but the first are off-policy, uncorrected
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # beta
@@ -228,7 +228,7 @@ class Rollout:
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it."""
+    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it, if one did."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -372,7 +372,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # per process: gradients are averaged too
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean over processes, as of gradients
             num_answers = distributed.mean(played[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)

@@ -74,7 +74,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 6  # longest episode, in turns: calls of step, whoever acts
+    num_turns: PositiveInt = 6  # longest episode, in turns: calls of step, whoever acts; the environment sees to it
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -270,7 +270,7 @@ class Rollout:
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it."""
+    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it, if one did."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -462,7 +462,7 @@ def learn(agent, rollout, args, generator):
     advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # late noise is not scaled up to size 1
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
     advantages = advantages.gather(1, start)  # each token has that of its action
 
@@ -476,7 +476,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # per process: gradients are averaged too
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean over processes, as of gradients
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1)
             for rows in minibatch.split(args.micro_batch_size):
