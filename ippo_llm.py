@@ -1,29 +1,29 @@
 """Independent PPO (IPPO), as CoMLRL defines it, for a team of language models, in one file.
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
-actor, or a model of its own (--use-separate-critic). As on CoMLRL's page there is no probability ratio and no clipping
-of the policy loss; ppo_llm.py has both. For a token a_t that an agent samples in turn k after h_t, which is all that it
-has read and written before:
+actor, whose loss trains the actor too, or a model of its own (--use-separate-critic). As on CoMLRL's page the policy
+loss has no probability ratio and no clip (ppo_llm.py has both). An agent samples token a_t in turn k after h_t, which
+is all that it has read and written before:
 
-    s       = std of what it earns in episodes in which it acts, or 0.98 of its last update's s if that is more
-    r_t     = -kl_coef (log pi - log pi_ref)           on every token; on the last one of a turn also
-              + what it earns until it acts again / (s + 0.001)
-    b_k     = mean of what it earns from turn k to the end / (s + 0.001), over episodes in which it acts in turn k
-    V(h_t)  = critic(h_t) + b_k                        b_k is without gamma and KL
-    delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next sampled token; V = 0 after the last
-    A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438; R_t = A_t + V(h_t)
-    actor     maximises  mean of  log pi(a_t|h_t) (A_t - mean(A)) / (std(A) + 0.3) + beta H(pi(.|h_t))
+    s       = max(std over episodes of what it earns once it has acted, 0.98 * s of the last update)
+    e_k     = what it earns in turn k and until it acts again, / (s + reward_norm_eps)
+    r_t     = -kl_coef (log pi - log pi_ref)           on every token; on the last one of turn k also + e_k
+    b_k     = mean of the sum of e_j, j >= k           over episodes in which it acts in turn k; without gamma and KL
+    V(h_t)  = critic(h_t) + b_k                        b_k, own episode included, is an addition to CoMLRL's page
+    delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next sampled token; V_old = 0 after the last
+    A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438; R_t = A_t + V_old(h_t)
+    actor     maximises  mean of  log pi(a_t|h_t) (A_t - mean(A)) / (std(A) + advantage_norm_eps)
+                                  + entropy_coef H(pi(.|h_t))
     critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
-                         V_clip: V(h_t) within 0.2 of V_old(h_t)
+                         V_clip: V(h_t) within value_clip_range of V_old(h_t)
 
 The means in the two losses are over the sampled tokens of a mini-batch; mean(A) and std(A) over those of the rollout.
-r, A, R and V_old are of before the update; beta is --entropy-coef; V = 0 also after a cut; 0.3 keeps noise small.
+V_old, and so r, A and R, are of before the update; V_old = 0 also after a cut; advantage_norm_eps keeps noise small.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
-    torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
+    torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-Models stay in eval mode, without dropout. All log pi are of logits / temperature, over the whole vocabulary, also where
---top-k truncates the sampling.
+Models stay in eval mode. All log pi are of logits / temperature, over the whole vocabulary, however tokens are sampled.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, D units of a hidden state.
@@ -52,7 +52,7 @@ from utils.tasks.tldr import pair_reward
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
 
-    seed: NonNegativeInt = 1  # the same seed gives the same run
+    seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2
     use_separate_critic: bool = False  # a critic is a model of its own; else a value head on the actor
@@ -64,7 +64,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts; the environment sees to it
+    num_turns: PositiveInt = 1  # longest episode, in turns: the environment ends it; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -81,20 +81,20 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; all steps but the first are off-policy, uncorrected
-    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
+    update_epochs: PositiveInt = 1  # passes over a rollout
+    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes; after the first, off-policy
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
-    entropy_coef: NonNegativeFloat = 0.0  # beta
+    entropy_coef: NonNegativeFloat = 0.0
     value_loss_coef: NonNegativeFloat = 0.5
     value_clip_range: PositiveOrInf = 0.2  # PPO's clip of values around V_old; inf: no clip
     actor_learning_rate: NonNegativeFloat = 5e-4
     critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
-    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, actor's and critic's each
+    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, of each actor and critic
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. Each names the arguments that it wants, such as items, turns (all: docs/tasks.md).
+# A task is these functions. Each names the arguments that it wants, such as items, histories (all: docs/tasks.md).
 # tasks.load_task wraps them: it passes those, checks what they return, and gives each agent a copy of a team's floats.
 
 
@@ -150,7 +150,7 @@ class Agent:
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
-        self.state = {"std": 0.0}  # the last s, saved with the run
+        self.state = {"std": 0.0}  # the last s; what is in here is saved with the run
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Who observes an episode acts in it,
-    if all have room for an answer; it ends when nobody acts. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. An agent acts in the episodes that it
+    observes, unless cut; what nobody observes has ended. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -189,7 +189,7 @@ class TeamEnv:
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts short, in which agents read a last observation and do not act any more. A task cuts none short.
+        cuts: there agents read a last observation, act no more, and are paid no more. A task cuts none.
         """
         episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
@@ -219,7 +219,7 @@ class Transcript:
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
     rewards: list = field(default_factory=list)  # of each token
-    answers: list = field(default_factory=list)  # the text of each turn
+    answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
@@ -236,15 +236,15 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
-    truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics; maac_llm.py learns from it
+    truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it, if one did."""
+    """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -278,25 +278,26 @@ def play(agents, task, items, args, generator):
 
         <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env or the task may bring another one
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # that of --env or the task, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
-    truncated = set()  # episodes that were cut short, by the environment or for lack of room
+    truncated = set()  # episodes that were cut, by the environment or for lack of room
     turn = 0
-    with models.sampling(agents, args):  # for vLLM and for sharded models: the weights of now, whole
+    with models.sampling(agents, args):  # gives vLLM the weights as they are now, and gathers those that are sharded
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # as tokens; first what ends a cut answer
+                    # As tokens, after an end token if max_new_tokens left the last answer without one
+                    own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # the episode ends for all agents, before anyone answers
+                        truncated.add(b)  # cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
-                answers = generate(agent, [own[b].ids for b in episodes], args, generator)
-                texts = models.decode(answers, agent, args)  # without special tokens
-                for b, ids, text in zip(episodes, answers, texts):
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                texts = models.decode(sampled, agent, args)  # without special tokens
+                for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
@@ -304,28 +305,27 @@ def play(agents, task, items, args, generator):
                 break
             observations, rewards, cut = env.step(actions)
             truncated |= cut
-            for own, earned in zip(transcripts, rewards):
-                for b, reward in earned.items():
+            for own, own_rewards in zip(transcripts, rewards):
+                for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if own[b].answers:  # it learns from nothing that it earns before it first acts
-                        own[b].rewards[-1] += reward  # on a sampled token: an agent reads only just before it acts
+                    if any(own[b].turns[-1:]):  # it sampled the last token; it has none before it first acts
+                        own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # pad_right makes the fields of a Rollout, in their order; all are 0 on padding
-    return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
+    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]  # tensors
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi of each token and the entropy of its distribution, [b, S], and the hidden states they come from, [n, D].
+    """log pi of each token and the entropy of its distribution, [rows, S], and hidden states they come from, [n, D].
 
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # At the position before each of them, which has read h_t: logits [n, vocabulary] and hidden_states [n, D]
+    # At the position before each of them: logits, [n, vocabulary]
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -336,7 +336,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """V(h_t) - b_k, [b, S], by a critic model, or by a head on the actor, which the value loss then trains too."""
+    """critic(h_t) of sampled tokens, [rows, S], by a critic model, or by a head on the actor, which then learns too."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
@@ -368,16 +368,16 @@ def learn(agent, rollout, args, generator):
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # late noise is not scaled up to size 1
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # forgets slowly: late noise is not blown up
         rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
 
     # 2. The baseline b_k. V = b_k + critic; the critic's output starts at 0, so that V starts at b_k
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = torch.zeros_like(rewards)
-    for turn in range(1, distributed.max(rollout.turns) + 1):
-        in_turn = (rollout.turns == turn).float()
-        is_first = in_turn * (in_turn.cumsum(1) == 1)  # one token of each episode, so that long answers count no more
-        baseline += in_turn * distributed.masked_mean(rewards_to_go, is_first)  # b_k; 0 if it did not act
+    for k in range(1, distributed.max(rollout.turns) + 1):
+        in_turn = (rollout.turns == k).float()
+        is_first = in_turn * (in_turn.cumsum(1) == 1)  # one token of each episode: long answers weigh no more
+        baseline += in_turn * distributed.masked_mean(rewards_to_go, is_first)  # b_k
 
     # 3. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
@@ -402,7 +402,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean over processes, as of gradients
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # / processes, as gradients are
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens
@@ -426,7 +426,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last, the rest from before the update
+    # 6. Metrics, of this process: losses and entropy are means over the steps, the rest is of before the update
     policy_loss, value_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
@@ -444,7 +444,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """The mean reward of an episode over held-out items; sampled with the same noise each time."""
+    """What an episode earns, as a mean over held-out items and agents; sampled with the same noise each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -459,14 +459,14 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # one per update: rollout_buffer_size / num_generations items
+    batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
 
-    with run.start(agents, generator):  # resumes, and saves however the run ends
+    with run.start(agents, generator):  # resumes what was saved; saves all of it however the run ends
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

@@ -1,27 +1,27 @@
 """Multi-Agent Actor-Critic (MAAC) for a team of language models, in one file.
 
-Each agent has its own actor. The team has one critic, a model of its own. As in CoMLRL there is no probability ratio
-and no clipping of the policy loss; ppo_llm.py has both. t is a turn; h_t is all that the agents have read and written
-before they answer in it, which the critic reads. An actor reads its own part of it, h_t^i, and answers with a_t^i; its
-log pi is the sum over the tokens:
+Each agent has its own actor. The team has one critic, a model of its own. As in CoMLRL the policy loss has no
+probability ratio and no clip (ppo_llm.py has both). t is a turn; h_t, which the critic reads, is all that the team has
+read and written before it answers in turn t. Actor i reads its own part of it, h_t^i, and gives answer a_t^i; log pi is
+the sum over the answer's tokens:
 
-    s       = std of what the rollout's episodes earn, or 0.98 of the last update's s if that is more
-    r_t     = mean of what the agents earn in turn t / (s + 0.001) - kl_coef (sum over agents of log pi - log pi_ref)
-    b_t     = mean of what episodes that have a turn t earn from there on / (s + 0.001); without gamma and KL
-    V(h_t)  = critic(h_t) + b_t
-    A_t     = r_t + gamma V(h_{t+1}) - V(h_t)          the TD error, the same for all agents; V = 0 after the last turn
-    actor i   maximises  mean of  log pi(a_t^i|h_t^i) (A_t - mean) / (std + 0.3)  + beta H, its mean over the tokens
+    s       = max(std of what episodes earn, 0.98 * s of the last update)
+    e_t     = mean of what the agents earn in turn t, / (s + reward_norm_eps)
+    r_t     = e_t - kl_coef (sum over agents of log pi - log pi_ref)
+    b_t     = mean of the sum of e_j, j >= t           over episodes that have a turn t; without gamma and KL
+    V(h_t)  = critic(h_t) + b_t                        b_t, own episode included, is an addition to CoMLRL's page
+    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, the same for all agents; V_old = 0 at the end
+    actor i   maximises  mean of  log pi(a_t^i|h_t^i) (A_t - mean(A)) / (std(A) + advantage_norm_eps)
+                                  + entropy_coef * mean over its tokens of H
     critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-These means are over the turns of a mini-batch (of H: tokens), that and std of A over the rollout. r, A and V_old are of
-before the update; beta is --entropy-coef. 0.3 keeps small differences, mostly noise, small. V = 0 also after a cut. Of
-opposite rewards a team learns nothing. Each transcript is read once before the update, then once in each epoch.
+The means in the losses are over a mini-batch's turns in which anyone acts, mean(A) and std(A) over the rollout's. r, A
+and V_old are of before the update; V_old = 0 also after a cut. Opposite rewards average to 0: not for this script.
 
     python maac_llm.py --num-agents 2
-    torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
+    torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-Models stay in eval mode, without dropout. All log pi are of logits / temperature, over the whole vocabulary, also where
---top-k truncates the sampling.
+Models stay in eval mode. All log pi are of logits / temperature, over the whole vocabulary, however tokens are sampled.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns, columns 1 to T.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
@@ -49,7 +49,7 @@ from utils.tasks.tldr import pair_reward
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
 
-    seed: NonNegativeInt = 1  # the same seed gives the same run
+    seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
@@ -60,7 +60,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts; the environment sees to it
+    num_turns: PositiveInt = 1  # longest episode, in turns: the environment ends it; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -76,18 +76,18 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; all steps but the first are off-policy, uncorrected
-    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
+    update_epochs: PositiveInt = 1  # passes over a rollout
+    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes; after the first, off-policy
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
-    entropy_coef: NonNegativeFloat = 0.0  # beta
+    entropy_coef: NonNegativeFloat = 0.0
     actor_learning_rate: NonNegativeFloat = 5e-4
-    critic_learning_rate: NonNegativeFloat = 1e-3  # of the critic and its head
+    critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
-    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, each actor's and the critic's
+    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, of each actor and critic
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. Each names the arguments that it wants, such as items, turns (all: docs/tasks.md).
+# A task is these functions. Each names the arguments that it wants, such as items, histories (all: docs/tasks.md).
 # tasks.load_task wraps them: it passes those, checks what they return, and gives each agent a copy of a team's floats.
 
 
@@ -145,7 +145,7 @@ class Critic:
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # [n, D] to [n]; starts at 0
-        self.state = {"std": 0.0}  # the last s, saved with the run
+        self.state = {"std": 0.0}  # the last s; what is in here is saved with the run
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
@@ -156,8 +156,8 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Who observes an episode acts in it,
-    if all have room for an answer; it ends when nobody acts. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. An agent acts in the episodes that it
+    observes, unless cut; what nobody observes has ended. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -186,7 +186,7 @@ class TeamEnv:
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts short, in which agents read a last observation and do not act any more. A task cuts none short.
+        cuts: there agents read a last observation, act no more, and are paid no more. A task cuts none.
         """
         episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
@@ -216,7 +216,7 @@ class Transcript:
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
     rewards: list = field(default_factory=list)  # of each token
-    answers: list = field(default_factory=list)  # the text of each turn
+    answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
@@ -233,15 +233,15 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
-    truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics; maac_llm.py learns from it
+    truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it, if one did."""
+    """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -275,25 +275,26 @@ def play(agents, task, items, args, generator):
 
         <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env or the task may bring another one
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # that of --env or the task, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
-    truncated = set()  # episodes that were cut short, by the environment or for lack of room
+    truncated = set()  # episodes that were cut, by the environment or for lack of room
     turn = 0
-    with models.sampling(agents, args):  # for vLLM and for sharded models: the weights of now, whole
+    with models.sampling(agents, args):  # gives vLLM the weights as they are now, and gathers those that are sharded
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # as tokens; first what ends a cut answer
+                    # As tokens, after an end token if max_new_tokens left the last answer without one
+                    own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # the episode ends for all agents, before anyone answers
+                        truncated.add(b)  # cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
-                answers = generate(agent, [own[b].ids for b in episodes], args, generator)
-                texts = models.decode(answers, agent, args)  # without special tokens
-                for b, ids, text in zip(episodes, answers, texts):
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                texts = models.decode(sampled, agent, args)  # without special tokens
+                for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
@@ -301,28 +302,27 @@ def play(agents, task, items, args, generator):
                 break
             observations, rewards, cut = env.step(actions)
             truncated |= cut
-            for own, earned in zip(transcripts, rewards):
-                for b, reward in earned.items():
+            for own, own_rewards in zip(transcripts, rewards):
+                for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if own[b].answers:  # it learns from nothing that it earns before it first acts
-                        own[b].rewards[-1] += reward  # on a sampled token: an agent reads only just before it acts
+                    if any(own[b].turns[-1:]):  # it sampled the last token; it has none before it first acts
+                        own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # pad_right makes the fields of a Rollout, in their order; all are 0 on padding
-    return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
+    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]  # tensors
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi of each token and the entropy of its distribution, given all that stands before it, [b, S].
+    """log pi of each sampled token, given all that stands before it, and the entropy of its distribution, [rows, S].
 
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # At the position before each of them, which has read h_t: logits [n, vocabulary] and hidden_states [n, D]
+    # At the position before each of them: logits, [n, vocabulary]
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -334,14 +334,14 @@ def policy_forward(policy, rollout, rows, args):
 
 @dataclass
 class TeamText:
-    """What the critic reads of B episodes: turn after turn what each agent that acts in it reads, then what it writes.
+    """What the critic reads of B episodes, turn after turn; V(h_t) is read before the <end> of turn t:
 
-    Agent 0 reads: prompt, Agent 1 reads: prompt <end> Agent 0 writes: answer, Agent 1 writes: answer
+    Agent 0 reads: prompt  Agent 1 reads: prompt  <end>  Agent 0 writes: answer  Agent 1 writes: answer  Agent 0 reads:
     """
 
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
-    turns: torch.Tensor  # [B, S] t on the <end> of turn t, 0 elsewhere; V(h_t) is read at the token before it
+    turns: torch.Tensor  # [B, S] t on the <end> of turn t, 0 elsewhere
 
 
 def critic_forward(critic, text, rows, played):
@@ -355,24 +355,24 @@ def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
-    # Both [B, T + 1], turn t in column t: the mean of what the agents earn in it, and 1 if somebody acted in it
-    rewards = torch.stack([models.rewards_by_turn(rollout, num_turns) for rollout in rollouts]).mean(0)
-    acted = [models.sum_by_turn(mask, rollout.turns, num_turns) for rollout, mask in zip(rollouts, masks)]
-    played = torch.stack(acted).amax(0).clamp(max=1)
+    # [B, T + 1], turn t in column t, 0 in column 0: the mean of what the agents earn in it
+    rewards = sum(models.rewards_by_turn(rollout, num_turns) for rollout in rollouts) / len(agents)
+    num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for rollout, mask in zip(rollouts, masks))
+    played = num_sampled.clamp(max=1)  # [B, T + 1] 1 on turns in which anyone acted
 
     # 1. Rewards, in standard deviations of what an episode earns
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
-        critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # late noise is not scaled up to size 1
+        critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # forgets slowly: late noise is not blown up
         rewards = rewards / (critic.state["std"] + args.reward_norm_eps)
 
     # 2. The baseline b_t. V = b_t + critic; the critic's output starts at 0, so that V starts at b_t
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1]
 
-    # 3. Log-probabilities and values before the update
+    # 3. Log-probabilities and values before the update; the KL penalty, with which the rewards are r_t
     metrics = []
-    text = TeamText(*models.join_transcripts(agents, rollouts, critic, num_turns))
+    text = TeamText(**models.join_transcripts(agents, rollouts, critic, num_turns))  # UserError: the critic has no room
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
         for agent, rollout, mask in zip(agents, rollouts, masks):
@@ -389,7 +389,7 @@ def learn(agents, critic, rollouts, args, generator):
             old_values[rows] = (baseline + critic_forward(critic, text, rows, played)) * played[rows]
 
     # 4. Advantages. Another algorithm puts its own here
-    returns = (rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) is 0 after the last turn
+    returns = (rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # targets; V(h_{t+1}) is 0 at the end
     advantages = returns - old_values  # the TD error
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, played)
@@ -401,10 +401,9 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1)  # per process: gradients are averaged
-            num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1) for mask in masks]
+            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # / processes, as gradients are
+            num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1e-6) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
-                terms = []
                 for agent, rollout, mask, count in zip(agents, rollouts, masks, num_tokens):
                     logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
                     own_advantages = advantages[rows].gather(1, rollout.turns[rows])  # a token has that of its turn
@@ -412,11 +411,10 @@ def learn(agents, critic, rollouts, args, generator):
                     mean_entropy = (entropy * mask[rows]).sum() / count
                     loss = policy_loss - args.entropy_coef * mean_entropy
                     loss.backward()  # gradients of micro-batches add up
-                    terms.append(torch.stack([policy_loss, mean_entropy]).detach())
+                    losses.append(torch.stack([policy_loss, mean_entropy]).detach())
                 values = baseline + critic_forward(critic, text, rows, played)
                 value_loss = ((values - returns[rows]) ** 2 * played[rows]).sum() / num_played
                 value_loss.backward()
-                losses.append(torch.stack(terms))  # [N, 2]
                 value_losses.append(value_loss.detach())
 
             grad_norms = []
@@ -427,9 +425,10 @@ def learn(agents, critic, rollouts, args, generator):
     for learner in *agents, critic:
         learner.schedule.step()
 
-    # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last, the rest from before the update
+    # 6. Metrics, of this process: losses and entropy are means over the steps, the rest is of before the update
     num_steps = args.update_epochs * len(minibatches)
-    for own, (policy_loss, entropy), grad_norm in zip(metrics, torch.stack(losses).sum(0) / num_steps, grad_norms):
+    losses = torch.stack(losses).view(-1, len(agents), 2).sum(0) / num_steps
+    for own, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):
         own |= {"policy_loss": policy_loss, "entropy": entropy, "grad_norm": grad_norm}
     return metrics, {
         "value_loss": sum(value_losses) / num_steps,
@@ -443,7 +442,7 @@ def learn(agents, critic, rollouts, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """The mean reward of an episode over held-out items; sampled with the same noise each time."""
+    """What an episode earns, as a mean over held-out items and agents; sampled with the same noise each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -458,7 +457,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # one per update: rollout_buffer_size / num_generations items
+    batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
@@ -466,7 +465,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
     critic = Critic(initials[0], len(batches), args)
 
-    with run.start([*agents, critic], generator):  # resumes, and saves however the run ends
+    with run.start([*agents, critic], generator):  # resumes what was saved; saves all of it however the run ends
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

@@ -1,25 +1,24 @@
 """Group-relative policy gradients (MAGRPO) for a team of language models, in one file.
 
 Each agent has its own actor and no critic; the other agents are part of its environment. The team plays each item K
-times (--num-generations), and what an agent earns from a turn on is compared with the item's other episodes. As in the
-paper there is no probability ratio and no clipping of the policy loss. For an answer a_t that an agent samples in turn
-t after h_t, which is all that it has read and written before:
+times (--num-generations), and what an agent earns from a turn on is compared with the mean of these episodes. As in the
+paper the policy loss has no probability ratio and no clip (ppo_llm.py has both). An agent gives answer a_t in turn t
+after h_t, which is all that it has read and written before; log pi(a_t|h_t) is the sum over the answer's tokens:
 
-    R_t = r_t + gamma R_{t+1}                          R = 0 after its last turn
-    A_t = R_t - mean of the group's R_t                the group: the item's episodes that have a turn t
-    actor     maximises  mean of  log pi(a_t|h_t) A_t  over the answers of a mini-batch, log pi the sum of their tokens'
-                         + beta H, the mean over their tokens
+    r_t     = what it earns until it acts again - kl_coef (log pi - log pi_ref);  0 in turns in which it does not act
+    R_t     = r_t + gamma R_{t+1}                      R = 0 after its last turn
+    A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
+    actor     maximises  mean over answers of log pi(a_t|h_t) A_t  +  entropy_coef * mean over tokens of H
 
-r_t is the turn's reward, less kl_coef (log pi - log pi_ref) of each token of the answer. --advantage-mode rloo compares
-with the mean of the other episodes, max with the best one, raw with nothing. As in the paper A_t are not divided by the
-group's deviation (--advantage-normalization divides). In CoMLRL each history has K answers, which makes K^T episodes of
-T turns; here K episodes are played, each to its end.
+The means are over a mini-batch; A_t is of before the update. --advantage-mode rloo compares with the mean of the other
+episodes of the group, max with the best one, raw with nothing. As in the paper A_t are not divided by the group's
+deviation (--advantage-normalization divides). In CoMLRL each history has K answers, which makes K^T episodes of T
+turns; here K episodes are played to their ends, so that after the first turn a group's h_t differ.
 
     python magrpo_llm.py --num-agents 2
-    torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
+    torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-Models stay in eval mode, without dropout. All log pi are of logits / temperature, over the whole vocabulary, also where
---top-k truncates the sampling.
+Models stay in eval mode. All log pi are of logits / temperature, over the whole vocabulary, however tokens are sampled.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
@@ -49,7 +48,7 @@ from utils.tasks.tldr import pair_reward
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
 
-    seed: NonNegativeInt = 1  # the same seed gives the same run
+    seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
@@ -60,7 +59,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: Annotated[int, Field(ge=2)] = 4  # K, episodes per item (the group), which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns: calls of step, whoever acts; the environment sees to it
+    num_turns: PositiveInt = 1  # longest episode, in turns: the environment ends it; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers, alike in a group
     temperature: PositiveFloat = 1.0
@@ -74,17 +73,17 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     advantage_normalization: bool = False  # divide advantages by the group's standard deviation
 
     # Optimisation
-    update_epochs: PositiveInt = 1  # passes over a rollout; all steps but the first are off-policy, uncorrected
-    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
+    update_epochs: PositiveInt = 1  # passes over a rollout
+    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes; after the first, off-policy
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
-    entropy_coef: NonNegativeFloat = 0.0  # beta
+    entropy_coef: NonNegativeFloat = 0.0
     actor_learning_rate: NonNegativeFloat = 5e-4
     anneal_lr: bool = True  # lower the learning rate to 0 over the second half of the run
-    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm
+    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, of each actor and critic
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. Each names the arguments that it wants, such as items, turns (all: docs/tasks.md).
+# A task is these functions. Each names the arguments that it wants, such as items, histories (all: docs/tasks.md).
 # tasks.load_task wraps them: it passes those, checks what they return, and gives each agent a copy of a team's floats.
 
 
@@ -143,8 +142,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Who observes an episode acts in it,
-    if all have room for an answer; it ends when nobody acts. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. An agent acts in the episodes that it
+    observes, unless cut; what nobody observes has ended. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -173,7 +172,7 @@ class TeamEnv:
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts short, in which agents read a last observation and do not act any more. A task cuts none short.
+        cuts: there agents read a last observation, act no more, and are paid no more. A task cuts none.
         """
         episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
@@ -203,7 +202,7 @@ class Transcript:
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
     rewards: list = field(default_factory=list)  # of each token
-    answers: list = field(default_factory=list)  # the text of each turn
+    answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
@@ -220,15 +219,15 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
-    truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics; maac_llm.py learns from it
+    truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it, if one did."""
+    """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -262,25 +261,26 @@ def play(agents, task, items, args, generator):
 
         <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env or the task may bring another one
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # that of --env or the task, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
-    truncated = set()  # episodes that were cut short, by the environment or for lack of room
+    truncated = set()  # episodes that were cut, by the environment or for lack of room
     turn = 0
-    with models.sampling(agents, args):  # for vLLM and for sharded models: the weights of now, whole
+    with models.sampling(agents, args):  # gives vLLM the weights as they are now, and gathers those that are sharded
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # as tokens; first what ends a cut answer
+                    # As tokens, after an end token if max_new_tokens left the last answer without one
+                    own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # the episode ends for all agents, before anyone answers
+                        truncated.add(b)  # cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
-                answers = generate(agent, [own[b].ids for b in episodes], args, generator)
-                texts = models.decode(answers, agent, args)  # without special tokens
-                for b, ids, text in zip(episodes, answers, texts):
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                texts = models.decode(sampled, agent, args)  # without special tokens
+                for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
@@ -288,28 +288,27 @@ def play(agents, task, items, args, generator):
                 break
             observations, rewards, cut = env.step(actions)
             truncated |= cut
-            for own, earned in zip(transcripts, rewards):
-                for b, reward in earned.items():
+            for own, own_rewards in zip(transcripts, rewards):
+                for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if own[b].answers:  # it learns from nothing that it earns before it first acts
-                        own[b].rewards[-1] += reward  # on a sampled token: an agent reads only just before it acts
+                    if any(own[b].turns[-1:]):  # it sampled the last token; it has none before it first acts
+                        own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # pad_right makes the fields of a Rollout, in their order; all are 0 on padding
-    return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
+    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]  # tensors
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi of each token and the entropy of its distribution, given all that stands before it, [b, S].
+    """log pi of each sampled token, given all that stands before it, and the entropy of its distribution, [rows, S].
 
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # At the position before each of them, which has read h_t: logits [n, vocabulary] and hidden_states [n, D]
+    # At the position before each of them: logits, [n, vocabulary]
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -319,28 +318,28 @@ def policy_forward(policy, rollout, rows, args):
     return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled)
 
 
-def group_advantages(returns, played, args):
-    """A_t from R_t, `returns`; all are [B, T + 1], as is `played`, 1 on turns that were played.
+def group_advantages(returns, acted, args):
+    """A_t from R_t, `returns`; all are [B, T + 1], as is `acted`, 1 on turns in which the agent acted.
 
-    A group is the K neighbouring episodes of an item, as far as they have that turn.
+    A group is the K neighbouring episodes of an item, as far as it acted in that turn.
     """
     shape = returns.shape
     returns = returns.view(-1, args.num_generations, shape[1])
-    played = played.view(returns.shape)
-    count = played.sum(1, keepdim=True).clamp(min=1)
-    mean = (returns * played).sum(1, keepdim=True) / count
+    acted = acted.view(returns.shape)
+    count = acted.sum(1, keepdim=True).clamp(min=1)
+    mean = (returns * acted).sum(1, keepdim=True) / count
     if args.advantage_mode == "mean":
         advantages = returns - mean
     elif args.advantage_mode == "rloo":  # the mean of the others
         advantages = (returns - mean) * count / (count - 1).clamp(min=1)
     elif args.advantage_mode == "max":
-        advantages = returns - returns.masked_fill(played == 0, -torch.inf).amax(1, keepdim=True)
+        advantages = returns - returns.masked_fill(acted == 0, -torch.inf).amax(1, keepdim=True)
     else:
         advantages = returns
     if args.advantage_normalization:
-        variance = ((returns - mean) ** 2 * played).sum(1, keepdim=True) / count
+        variance = ((returns - mean) ** 2 * acted).sum(1, keepdim=True) / count
         advantages = advantages / (variance.sqrt() + 1e-4)
-    return torch.where(played > 0, advantages, 0.0).view(shape)
+    return torch.where(acted > 0, advantages, 0.0).view(shape)
 
 
 @timed
@@ -363,8 +362,8 @@ def learn(agent, rollout, args, generator):
         returns[:, t] += args.gamma * returns[:, t + 1]
 
     # 3. Advantages. Another algorithm puts its own here
-    played = torch.zeros_like(returns).scatter(1, rollout.turns, mask)
-    advantages = group_advantages(returns, played, args).gather(1, rollout.turns)  # [B, S] a token has that of its turn
+    acted = torch.zeros_like(returns).scatter(1, rollout.turns, mask)
+    advantages = group_advantages(returns, acted, args).gather(1, rollout.turns)  # [B, S] a token has that of its turn
 
     # 4. Optimiser steps
     losses = []
@@ -372,8 +371,8 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean over processes, as of gradients
-            num_answers = distributed.mean(played[minibatch].sum()).clamp(min=1)
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # / processes, as gradients are
+            num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_answers
@@ -387,7 +386,7 @@ def learn(agent, rollout, args, generator):
             agent.optimizer.zero_grad()
     agent.schedule.step()
 
-    # 5. Metrics: losses and entropy are means over the steps, grad_norm is the last, the rest from before the update
+    # 5. Metrics, of this process: losses and entropy are means over the steps, the rest is of before the update
     policy_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
@@ -403,7 +402,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """The mean reward of an episode over held-out items; sampled with the same noise each time."""
+    """What an episode earns, as a mean over held-out items and agents; sampled with the same noise each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -418,14 +417,14 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # one per update: rollout_buffer_size / num_generations items
+    batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
 
-    with run.start(agents, generator):  # resumes, and saves however the run ends
+    with run.start(agents, generator):  # resumes what was saved; saves all of it however the run ends
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

@@ -1,11 +1,12 @@
 """PPO for language models on LoRA adapters: one agent or a team on one base, one turn or many, in one file.
 
-Each agent has its own actor and critic: adapters on a base that all agents share (--lora-rank 0: whole models). For an
+Each agent has its own actor and critic: adapters on a base that agents share (--lora-rank 0: whole models). For an
 action a_t, a token that an agent samples after h_t, which is all that it has read and written before:
 
-    V(h_t)  = critic(h_t) + b_k                        k: the turn of a_t; b_k: mean of what it earns from turn k to
-                                                       the end, undiscounted, over episodes in which it acts in turn k
-    delta_t = r_t + gamma V(h_{t+1}) - V(h_t)          t + 1: its next action
+    r_t     = what it earns from a_t until its next action
+    b_k     = mean of what it earns from turn k on     k: the turn of a_t; over episodes in which it acts in turn k
+    V(h_t)  = critic(h_t) + b_k                        b_k, own episode included, is an addition to AgileRL's page
+    delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
     actor     minimises  mean of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) + kl_loss_coef (exp(d) - d - 1)
@@ -13,18 +14,19 @@ action a_t, a token that an agent samples after h_t, which is all that it has re
     critic    minimises  mean of  value_loss_coef / 2 max((V - R_t)^2, (V_clip - R_t)^2),  V: V(h_t) of now,
                                   R_t = A_t + V_old(h_t), V_clip: V within eps of V_old(h_t)
 
-After the last action V = 0 where the episode ends, and V of all that was read and written where it is cut short: by its
-environment, or for lack of room. The actor's A_t are centred over the rollout's actions, and divided by their
-standard deviation, or by 0.98 of the last update's divisor if that is more. With --action-granularity turn an action is
-an answer, whose tokens all have its A. Means are over a mini-batch's sampled tokens; the critic's is over its actions,
-and so is that of max(...) with --turn-level-clip, where rho is an answer's: the product over its tokens.
+pi_old and V_old are of before the update, pi_ref is the reference. After the last action V_old = 0 where the episode
+ends, and V of all that was read and written where it is cut: by its environment, or for lack of room. The actor's A_t
+are centred over the rollout's actions, and divided by their standard deviation, or by 0.98 of the last update's divisor
+if that is more. With --action-granularity turn an action is an answer, whose tokens all have its A. Means are over a
+mini-batch's sampled tokens; the critic's is over its actions, and so is that of max(...) with --turn-level-clip, where
+rho is an answer's: the product over its tokens.
 
     python ppo_llm.py                                                                      guess a number
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
-    torchrun --nproc-per-node 2 ppo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --mixed-precision bf16
+    torchrun --nproc-per-node 2 ppo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --actor-learning-rate 5e-4
 
-Models stay in eval mode; --lora-dropout is on in the optimiser steps. All log pi are of logits / temperature, over the
-whole vocabulary, also where --top-k truncates the sampling.
+Models stay in eval mode, but for --lora-dropout in the optimiser steps. All log pi are of logits / temperature, over
+the whole vocabulary, however tokens are sampled.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 
 Shapes: N agents, B episodes of one process, S tokens of the longest transcript and one more, padded on the right, D
@@ -54,7 +56,7 @@ from utils.run import FolderArgs, Run
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
 
-    seed: NonNegativeInt = 1  # the same seed gives the same run
+    seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1
     self_play: bool = False  # one agent in all --num-agents seats, which learns from all their transcripts
@@ -74,7 +76,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 6  # longest episode, in turns: calls of step, whoever acts; the environment sees to it
+    num_turns: PositiveInt = 6  # longest episode, in turns: the environment ends it
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -84,7 +86,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Advantages
     # what is an action; auto: a turn if --num-turns is above 1, else a token
     action_granularity: Literal["token", "turn", "auto"] = "token"
-    # V of an answer, from its tokens' V: but for the first, these have read a part of it
+    # V of an answer: of its first token, which has read none of it, the mean over its tokens, or of its last
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(
         "action_granularity=token", "action_granularity=auto&num_turns=1", default="first_value"
     )
@@ -92,7 +94,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     gae_lambda: Fraction = 0.85  # 0.95 for long answers in one turn
     reward_normalization: bool = False  # divide rewards by the standard deviation of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
-    turn_baseline: bool = True  # b_k, of each turn, so of each seat that moves in it; else one mean over all turns
+    turn_baseline: bool = True  # b_k is of each turn; else one mean over all turns
     advantage_normalization: bool = True  # centre and scale advantages over the rollout's actions
 
     # Optimisation
@@ -101,7 +103,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # the ratio of a turn, not of a token
     turn_level_clip: bool = not_with("action_granularity=token", "action_granularity=auto&num_turns=1", default=False)
     kl_loss_coef: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference
-    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes together
+    mini_batch_size: PositiveInt = 16  # rows (--self-play: one for each seat) of an optimiser step, of all processes
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0
     entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # to which it goes as a line over the run
@@ -110,12 +112,12 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     critic_learning_rate: NonNegativeFloat = 3e-3  # of critics and value heads
     cosine_lr_schedule: bool = True  # lower the learning rates to 0 along a cosine
     warmup_proportion: Fraction = 0.0  # share of the updates over which they rise first
-    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, actor's and critic's each
+    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, of each actor and critic
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# utils.envs.Games plays it, in place of the TeamEnv below, which plays tasks: B games, each with its own seed. V = 0
-# where a game is terminated or --num-turns end it; one that is truncated is cut short.
+# load_task wraps an Env as a TeamEnv, utils.envs.Games: B games, each with its own seed, of --num-turns at most. It
+# stands in place of the TeamEnv below, which plays tasks. A game that is truncated is cut; V_old = 0 after all others.
 
 
 class Env:
@@ -158,7 +160,7 @@ class Env:
 
 
 class Agent:
-    """An actor, a frozen reference, a critic, and an optimiser for actor and critic."""
+    """An actor, a reference, which no optimiser changes, a critic, and an optimiser for each of the two that learn."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -175,7 +177,7 @@ class Agent:
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
-        self.state = {"std": 0.0}  # the last divisor of advantages
+        self.state = {"std": 0.0}  # the last divisor of advantages; what is in here is saved with the run
         self.num_updates = num_updates
 
 
@@ -185,8 +187,8 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. Who observes an episode acts in it,
-    if all have room for an answer; it ends when nobody acts. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. An agent acts in the episodes that it
+    observes, unless cut; what nobody observes has ended. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -215,7 +217,7 @@ class TeamEnv:
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts short, in which agents read a last observation and do not act any more. A task cuts none short.
+        cuts: there agents read a last observation, act no more, and are paid no more. A task cuts none.
         """
         episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
@@ -245,7 +247,7 @@ class Transcript:
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
     rewards: list = field(default_factory=list)  # of each token
-    answers: list = field(default_factory=list)  # the text of each turn
+    answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
@@ -262,15 +264,15 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
-    truncated: torch.Tensor  # [B] True where the episode was cut short; only ppo_llm.py values what would follow
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, as in Transcript; only maac_llm.py reads them
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics; maac_llm.py learns from it
+    truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue R lists of token ids; returns R lists of sampled ids, each with the token that ended it, if one did."""
+    """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -304,25 +306,26 @@ def play(agents, task, items, args, generator):
 
         <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # --env or the task may bring another one
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # that of --env or the task, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
-    truncated = set()  # episodes that were cut short, by the environment or for lack of room
+    truncated = set()  # episodes that were cut, by the environment or for lack of room
     turn = 0
-    with models.sampling(agents, args):  # for vLLM and for sharded models: the weights of now, whole
+    with models.sampling(agents, args):  # gives vLLM the weights as they are now, and gathers those that are sharded
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    own[b].extend(models.encode(chat, own[b].ids, agent))  # as tokens; first what ends a cut answer
+                    # As tokens, after an end token if max_new_tokens left the last answer without one
+                    own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # the episode ends for all agents, before anyone answers
+                        truncated.add(b)  # cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
-                answers = generate(agent, [own[b].ids for b in episodes], args, generator)
-                texts = models.decode(answers, agent, args)  # without special tokens
-                for b, ids, text in zip(episodes, answers, texts):
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                texts = models.decode(sampled, agent, args)  # without special tokens
+                for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
@@ -330,23 +333,22 @@ def play(agents, task, items, args, generator):
                 break
             observations, rewards, cut = env.step(actions)
             truncated |= cut
-            for own, earned in zip(transcripts, rewards):
-                for b, reward in earned.items():
+            for own, own_rewards in zip(transcripts, rewards):
+                for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if own[b].answers:  # it learns from nothing that it earns before it first acts
-                        own[b].rewards[-1] += reward  # on a sampled token: an agent reads only just before it acts
+                    if any(own[b].turns[-1:]):  # it sampled the last token; it has none before it first acts
+                        own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # pad_right makes the fields of a Rollout, in their order; all are 0 on padding
-    return [Rollout(*models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
+    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]  # tensors
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
 def policy_forward(policy, rollout, where, rows, args):
-    """log pi(a_t|h_t) and the entropy of pi(.|h_t), [b, S], and the hidden states they come from, [n, D].
+    """log pi(a_t|h_t) and the entropy of pi(.|h_t), [rows, S], and the hidden states they come from, [n, D].
 
     They are computed at the n places of these rows where `where` [B, S] is True. Elsewhere they are 0.
     """
@@ -362,7 +364,7 @@ def policy_forward(policy, rollout, where, rows, args):
 
 
 def critic_forward(agent, rollout, where, rows, hidden_states):
-    """V less its baseline, [b, S], by a critic of its own, or a head on the actor, which this then trains too."""
+    """critic(h_t) at these places, [rows, S], by a critic of its own, or a head on the actor, which then learns too."""
     where = where[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=where).hidden_states
@@ -386,26 +388,28 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 
 
 def sum_by_action(x, start):
-    """Sums of x [b, S] over the tokens of each action, in the column in which it starts; 0 elsewhere."""
+    """Sums of x [b, S], which is 0 where no token was sampled, over each action, in the column in which it starts."""
     return torch.zeros_like(x).scatter_add(1, start, x)
 
 
-def turn_baseline(rewards, turns, is_first, is_bootstrap):
+def turn_baseline(rewards, turns, is_first, is_last, is_bootstrap):
     """b_k on the tokens of turn k, [B, S]: the mean that episodes earn from turn k on where the agent acts in it.
 
-    The end of an episode that was cut short has that of the turn to come, or of the last one that any episode has.
+    Behind an episode that was cut after turn k: the mean of what is earned after turn k where the agent acts again; if
+    nowhere, b_k. Where seats move one after the other, each row of self-play so has means of its own seat.
     """
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
-    last_turn = distributed.max(turns)
-    next_turn = (turns.amax(1, keepdim=True) + 1).clamp(max=last_turn)
-    turn_of_value = torch.where(is_bootstrap, next_turn, turns)
+    last_turn = turns.amax(1, keepdim=True)  # [B, 1]
     baseline = torch.zeros_like(rewards)
-    b_k = 0.0
-    for k in reversed(range(1, last_turn + 1)):
-        starts = is_first * (turns == k)
-        if distributed.max(starts):  # else nobody acts in turn k, and b_k is that of the next turn
-            b_k = distributed.masked_mean(rewards_to_go, starts)
-        baseline += (turn_of_value == k) * b_k
+    for k in range(1, distributed.max(turns) + 1):
+        in_turn = turns == k
+        b_k = distributed.masked_mean(rewards_to_go, is_first * in_turn)
+        baseline += in_turn * b_k
+        goes_on = is_last * in_turn * (last_turn > k)
+        b_end = b_k
+        if distributed.max(goes_on):
+            b_end = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), goes_on)
+        baseline += is_bootstrap * (last_turn == k) * b_end
     return baseline
 
 
@@ -429,7 +433,7 @@ def learn(agent, rollout, args, generator):
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": is_last}
         value_weights = reductions[args.turn_value_reduction]  # [B, S] weight of a token's V in V of its turn
 
-    # 2. Where an episode was cut short, V of all that was read and written, in the column behind it
+    # 2. Where an episode was cut, V of all that was read and written, in the column behind it
     last_action = (action_mask * columns).amax(1, keepdim=True).long()  # [B, 1] its column
     was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
     is_bootstrap = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
@@ -441,9 +445,9 @@ def learn(agent, rollout, args, generator):
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
     turns = rollout.turns if args.turn_baseline else rollout.turns.clamp(max=1)
-    baseline = turn_baseline(rewards, turns, is_first, is_bootstrap)
+    baseline = turn_baseline(rewards, turns, is_first, is_last, is_bootstrap)
 
-    # 4. Log-probabilities and values before the update: by actor, reference and critic once; 6 reads actor and critic
+    # 4. Log-probabilities and values before the update: actor, critic and, with a KL loss, the reference read it once
     old_logprobs = torch.zeros_like(mask)
     ref_logprobs = torch.zeros_like(mask)
     token_values = torch.zeros_like(mask)
@@ -462,7 +466,7 @@ def learn(agent, rollout, args, generator):
     advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # late noise is not scaled up to size 1
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # forgets slowly: late noise is not blown up
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
     advantages = advantages.gather(1, start)  # each token has that of its action
 
@@ -476,9 +480,9 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1)  # mean over processes, as of gradients
-            num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1)
-            num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1)
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # / processes, as gradients are
+            num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
+            num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, where, rows, args)
                 log_ratio = (logprobs - old_logprobs[rows]) * mask[rows]
@@ -538,7 +542,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """The mean reward of an episode over held-out items; sampled with the same noise each time."""
+    """What an episode earns, as a mean over held-out items and agents; sampled with the same noise each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -553,16 +557,16 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the game in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
-    batches = tasks.shuffled_batches(train_items, args)  # one per update: rollout_buffer_size / num_generations items
+    batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
     players = agents * (args.num_agents // len(agents))  # --self-play: one agent has all seats
-    opponents = make_opponents(agents[0], initials[0], args)  # None: the agent itself, as it is, has all seats
+    opponents = make_opponents(agents[0], initials[0], args)  # None: players have all seats
 
-    with run.start(agents, generator):  # resumes, and saves however the run ends
+    with run.start(agents, generator):  # resumes what was saved; saves all of it however the run ends
         for update in run.updates():
             for agent in agents:
                 if update and args.reference_update_interval and update % args.reference_update_interval == 0:

@@ -249,8 +249,8 @@ def test_joined_rollouts_are_the_rows_of_all_seats(tokenizer):
         transcript.extend([8, 9], turn=1 + k // 2)
         transcript.rewards[-1] = float(k)
         transcript.answers.append(str(k))
-    rollouts = [ppo_llm.Rollout(*models.pad_right(own, agent)) for own in (transcripts[:2], transcripts[2:])]
-    whole = ppo_llm.Rollout(*models.pad_right(transcripts, agent))
+    rollouts = [ppo_llm.Rollout(**models.pad_right(own, agent)) for own in (transcripts[:2], transcripts[2:])]
+    whole = ppo_llm.Rollout(**models.pad_right(transcripts, agent))
     (joined,) = models.join_rollouts([agent], [agent, agent], rollouts)
     for name in ("attention_mask", "turns", "rewards"):
         assert torch.equal(getattr(joined, name), getattr(whole, name))

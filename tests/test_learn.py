@@ -242,8 +242,7 @@ class Targets:
                 rewards.append(reward)
             end_value = 0.0
             if script is ppo_llm and tokens and b in TRUNCATED:
-                later = [turn for turn in sorted(self.baseline) if turn > tokens[-1].turn]
-                end_value = float(end) + self.baseline[later[0] if later else max(self.baseline)]
+                end_value = float(end) + self.baseline_after(tokens[-1].turn, episodes, scale)
             gae_lambda = getattr(args, "gae_lambda", 0.0)
             advantages = estimate(rewards, [float(value) for value in values], end_value, args.gamma, gae_lambda)
             self.advantages.append(advantages)
@@ -252,6 +251,14 @@ class Targets:
             earlier = exact.learners[0].state["std"] if script is ppo_llm else 0.0
             flat = iter(standardised(sum(self.advantages, []), args, earlier))
             self.advantages = [[next(flat) for _ in own] for own in self.advantages]
+
+    def baseline_after(self, turn, episodes, scale):
+        """The mean that is earned after a turn in the episodes that have it and a later one, else its own baseline."""
+        if not getattr(self.args, "turn_baseline", True):
+            return self.baseline[turn]
+        own = [tokens for tokens in episodes if turn in {token.turn for token in tokens} and tokens[-1].turn > turn]
+        later = [sum(token.reward for token in tokens if token.turn > turn) / scale for tokens in own]
+        return mean(later) if later else self.baseline[turn]
 
     def values(self, tokens, actions):
         """V of the actions."""
@@ -379,12 +386,12 @@ def test_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch, case):
     if script is ippo_llm:
         agent.state["std"] = 9.0  # as if earlier rollouts had been more different
     transcripts = make_transcripts(script, agent.tokenizer, EPISODES)
-    if case == "ppo of tokens":  # agents act in turn: this one in the first, third and fifth
-        for transcript in transcripts:
-            transcript.turns = [max(0, 2 * turn - 1) for turn in transcript.turns]
+    if case == "ppo of tokens":  # self-play: rows of a seat that acts in odd turns, and of one that acts in even turns
+        for b, transcript in enumerate(transcripts):
+            transcript.turns = [turn and 2 * turn - 1 + b % 2 for turn in transcript.turns]
     targets = Targets(script, Exact([agent]), transcripts, args)
     steps = watch_steps(monkeypatch, [agent])
-    rollout = script.Rollout(*models.pad_right(transcripts, agent, TRUNCATED))
+    rollout = script.Rollout(**models.pad_right(transcripts, agent, TRUNCATED))
     metrics = script.learn(agent, rollout, args, seeded(7))
 
     all_parts, largest = [], []
@@ -483,7 +490,7 @@ def test_a_teams_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch,
         advantages = [{turn: next(flat) for turn in own} for own in advantages]
 
     steps = watch_steps(monkeypatch, [*agents, critic])
-    rollouts = [maac_llm.Rollout(*models.pad_right(own, agent)) for own, agent in zip(teams, agents)]
+    rollouts = [maac_llm.Rollout(**models.pad_right(own, agent)) for own, agent in zip(teams, agents)]
     metrics, critic_metrics = maac_llm.learn(agents, critic, rollouts, args, seeded(7))
     rows_of_steps = minibatches(args)
     per_learner = [steps[i::3] for i in range(3)]
@@ -548,7 +555,7 @@ def test_losses_and_gradients_of_groups_are_those_of_a_loop(initials, monkeypatc
             advantages[-1][turn] = (R - compared) / (deviation(everyone) + 1e-4 if normalised else 1.0)
 
     steps = watch_steps(monkeypatch, [agent])
-    metrics = magrpo_llm.learn(agent, magrpo_llm.Rollout(*models.pad_right(transcripts, agent)), args, seeded(7))
+    metrics = magrpo_llm.learn(agent, magrpo_llm.Rollout(**models.pad_right(transcripts, agent)), args, seeded(7))
     parts = []
     for rows, step in zip(minibatches(args), steps, strict=True):
         policy, entropy = 0.0, []
@@ -578,7 +585,7 @@ def test_a_rollout_in_which_all_earn_the_same_moves_no_actor(initials, tokenizer
         ]
         transcript.earned = {1: 0.3, 2: 0.3}
     before = [parameter.clone() for agent in agents for parameter in agent.actor.parameters()]
-    rollouts = [script.Rollout(*models.pad_right(transcripts, agent)) for agent in agents]
+    rollouts = [script.Rollout(**models.pad_right(transcripts, agent)) for agent in agents]
     if script is maac_llm:
         maac_llm.learn(agents, maac_llm.Critic(initials(args)[0], 10, args), rollouts, args, seeded())
     else:

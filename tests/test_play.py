@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 import ippo_llm
 from utils import models, tasks
 from utils.cli import TaskError
+from utils.run.metrics import team_metrics
 
 END = "<|end|>"
 
@@ -223,6 +224,28 @@ def test_players_may_move_one_after_the_other(tokenizer, monkeypatch):
         [float(rollout.rewards[0][rollout.turns[0] == turn].sum()) for turn in (1, 2, 3)] for rollout in (first, second)
     ]
     assert of_turns == [[110.0, 0.0, 1000.0], [0.0, 1100.0, 0.0]]  # what is paid before a first move is left out
+    metrics = team_metrics([first, second], several_turns=True)  # there it counts
+    assert metrics["reward_mean"] == tasks.mean_reward([first, second]) == 1110.0
+    assert [metrics[f"turn_{turn}/reward_mean"] for turn in (1, 2, 3)] == [10.0, 100.0, 1000.0]
+
+
+class Forfeit(Alternating):
+    """The first move cuts its episode, in which both still read; the second pays for both episodes all the same."""
+
+    def step(self, actions):
+        self.turn += 1
+        if self.turn == 1:
+            return [{0: "It is over.", 1: "Wait."}, {0: "It is over.", 1: "move 1"}], [{}, {}], {0}
+        return [{}, {}], [{0: 7.0, 1: 1.0}, {0: 7.0, 1: 1.0}], set()
+
+
+def test_no_reward_stands_on_a_token_that_was_read(tokenizer, monkeypatch):
+    agents, args = make_team(tokenizer)
+    script_answers(monkeypatch, tokenizer, [["1", "2"], ["3"], ["4"]])
+    rollouts = play(agents, args, SimpleNamespace(TeamEnv=Forfeit), [{}, {}])
+    for rollout in rollouts:
+        assert rollout.rewards[rollout.turns == 0].abs().sum() == 0 and rollout.truncated.tolist() == [True, False]
+        assert rollout.rewards.sum(1).tolist() == [0.0, 1.0]
 
 
 # --- In a game --------------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def test_rows_are_padded(agent):
     transcripts = [ippo_llm.Transcript(), ippo_llm.Transcript()]
     transcripts[1].extend([6, 7])
     transcripts[1].extend([8], turn=1)
-    rollout = ippo_llm.Rollout(*pad_right(transcripts, agent))
+    rollout = ippo_llm.Rollout(**pad_right(transcripts, agent))
     pad = agent.tokenizer.pad_token_id
     assert rollout.ids.tolist() == [[pad] * 4, [6, 7, 8, pad]]
     assert rollout.attention_mask.tolist() == [[0] * 4, [1, 1, 1, 0]]
@@ -146,9 +146,9 @@ def test_a_teams_transcripts_are_one_text_turn_by_turn(agent):
 
     first = transcript(("Say one.", 0), (" one", 1), ("Say three.", 0), (" three", 3))
     second = transcript(("Wait.", 0), (" so", 3))
-    rollouts = [ippo_llm.Rollout(*pad_right([own], agent)) for own in (first, second)]
+    rollouts = [ippo_llm.Rollout(**pad_right([own], agent)) for own in (first, second)]
     critic = SimpleNamespace(critic=SimpleNamespace(tokenizer=tokenizer, device="cpu", config=config_of(200)))
-    ids, attention_mask, turns = join_transcripts([agent, agent], rollouts, critic, 3)
+    ids, attention_mask, turns = join_transcripts([agent, agent], rollouts, critic, 3).values()
     end = tokenizer.eos_token
     assert tokenizer.decode(ids[0, attention_mask[0] > 0]) == (
         f"Agent 0 reads:\nSay one.\n\n{end}Agent 0 writes:\n one\n\n"
@@ -170,9 +170,9 @@ def test_a_teams_critic_reads_from_the_first_tokens_that_its_tokenizer_adds(kind
     transcript.extend(tokenizer("It.", add_special_tokens=False).input_ids)
     transcript.extend([9], turn=1)
     transcript.answers.append("(")
-    rollout = ippo_llm.Rollout(*pad_right([transcript], agent))
+    rollout = ippo_llm.Rollout(**pad_right([transcript], agent))
     critic = SimpleNamespace(critic=SimpleNamespace(tokenizer=tokenizer, device="cpu", config=config_of(200)))
-    ids, _, turns = join_transcripts([agent], [rollout], critic, 1)
+    ids, _, turns = join_transcripts([agent], [rollout], critic, 1).values()
     right = tokenizer("Agent 0 reads:\nIt.\n\n").input_ids
     end = int(turns[0].argmax())
     assert ids[0, : end + 1].tolist() == (right if kind in ("ends", "both") else [*right, 1])

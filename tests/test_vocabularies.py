@@ -131,10 +131,10 @@ def test_the_end_token_of_a_teams_critic_may_be_number_0(tokenizer):
     transcript.extend([9])
     transcript.extend([10], turn=1)
     transcript.answers.append("8")
-    rollout = ippo_llm.Rollout(*models.pad_right([transcript], agent))
+    rollout = ippo_llm.Rollout(**models.pad_right([transcript], agent))
     critic = SimpleNamespace(critic=SimpleNamespace(tokenizer=own, device="cpu", config=small_model()[0].config))
-    ids, _, turns = models.join_transcripts([agent], [rollout], critic, 1)
-    assert ids[turns > 0].tolist() == [0]
+    text = models.join_transcripts([agent], [rollout], critic, 1)
+    assert text["ids"][text["turns"] > 0].tolist() == [0]
 
 
 # --- Logits of -inf ---------------------------------------------------------------------------------------------------

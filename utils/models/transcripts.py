@@ -235,7 +235,7 @@ def pad_left(contexts, agent):
 
 
 def pad_right(transcripts, agent, truncated=()):
-    """B transcripts as the fields of a Rollout, in their order, in one column more than the longest has tokens."""
+    """The fields of a Rollout by name, of B transcripts: one column more than the longest has tokens; 0 on padding."""
     width = 1 + max([1, *[len(transcript.ids) for transcript in transcripts]])
     device = getattr(agent, "actor", agent).device
 
@@ -243,13 +243,16 @@ def pad_right(transcripts, agent, truncated=()):
         padded = [[*row, *[value] * (width - len(row))] for row in lists]
         return torch.tensor(padded, dtype=dtype, device=device).view(len(transcripts), width)
 
-    ids = rows([each.ids for each in transcripts], agent.tokenizer.pad_token_id, torch.long)
-    attention_mask = rows([[1] * len(each.ids) for each in transcripts], 0, torch.long)
-    turns = rows([each.turns for each in transcripts], 0, torch.long)
-    rewards = rows([each.rewards for each in transcripts], 0.0, torch.float32)
-    was_cut = torch.tensor([b in truncated for b in range(len(transcripts))], dtype=torch.bool, device=device)
-    answers, earned = [each.answers for each in transcripts], [each.earned for each in transcripts]
-    return ids, attention_mask, turns, rewards, was_cut, answers, earned
+    was_cut = [b in truncated for b in range(len(transcripts))]
+    return {
+        "ids": rows([each.ids for each in transcripts], agent.tokenizer.pad_token_id, torch.long),
+        "attention_mask": rows([[1] * len(each.ids) for each in transcripts], 0, torch.long),
+        "turns": rows([each.turns for each in transcripts], 0, torch.long),
+        "rewards": rows([each.rewards for each in transcripts], 0.0, torch.float32),
+        "answers": [each.answers for each in transcripts],
+        "earned": [each.earned for each in transcripts],
+        "truncated": torch.tensor(was_cut, dtype=torch.bool, device=device),
+    }
 
 
 def unflatten(x, mask):
@@ -266,6 +269,15 @@ def rewards_by_turn(rollout, num_turns):
     """What an agent earns in each turn, also where others act: [B, T + 1], turn t in column t."""
     rows = [[own.get(turn, 0.0) for turn in range(num_turns + 1)] for own in rollout.earned]
     return torch.tensor(rows, device=rollout.rewards.device).view(len(rows), num_turns + 1)
+
+
+def episode_rewards(rollout, dtype=torch.float32):
+    """What an agent earns in each episode, [B]; also before it first acts, from which it does not learn."""
+    before = []
+    for own, turns in zip(rollout.earned, rollout.turns.tolist()):
+        first = min((turn for turn in turns if turn), default=math.inf)
+        before.append(sum(reward for turn, reward in own.items() if turn < first))
+    return rollout.rewards.to(dtype).sum(1) + torch.tensor(before, dtype=dtype, device=rollout.rewards.device)
 
 
 @dataclass
@@ -322,7 +334,7 @@ def concatenate(rollouts):
 
 def join_transcripts(agents, rollouts, critic, num_turns):
     """The transcripts of a team as one text for each of B episodes, turn by turn: what agents 0, 1, ... read, an end
-    token, what they write. Returns ids, attention mask and turns, [B, S]: the turn on its end token, 0 elsewhere.
+    token, what they write. Returns ids, attention_mask and turns, [B, S], by name: the turn on its end token, else 0.
 
     Raises UserError where the critic has no room for it.
     """
@@ -349,7 +361,8 @@ def join_transcripts(agents, rollouts, critic, num_turns):
     longest = max([len(row.ids) for row in rows], default=0)
     if room and longest > room:
         raise UserError(f"the critic has {room} positions, and what the team reads and writes has {longest} tokens")
-    return pad_right(rows, critic.critic)[:3]
+    fields = pad_right(rows, critic.critic)
+    return {name: fields[name] for name in ("ids", "attention_mask", "turns")}
 
 
 @dataclass

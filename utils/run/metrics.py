@@ -3,6 +3,7 @@
 import torch
 
 from utils import distributed
+from utils.models import episode_rewards, rewards_by_turn
 
 OF_TEAM = ("kl", "reference_logprob")  # metrics of agents that are written once, as means over the agents
 
@@ -10,10 +11,11 @@ OF_TEAM = ("kl", "reference_logprob")  # metrics of agents that are written once
 def team_metrics(rollouts, several_turns):
     """Rewards and lengths of the episodes of all processes, {name: float}.
 
-    What the team earns in an episode is the mean over its agents. An episode in which no agent acted does not count.
+    What the team earns in an episode is the mean over its agents; what one earned before it first acted counts too. An
+    episode in which no agent acted does not count.
     """
     has_acted = torch.stack([(rollout.turns > 0).any(1) for rollout in rollouts]).any(0)  # [B]
-    earned = torch.stack([rollout.rewards.double().sum(1) for rollout in rollouts], 1)  # [B, N]
+    earned = torch.stack([episode_rewards(rollout, torch.float64) for rollout in rollouts], 1)  # [B, N]
     earned = distributed.gather(earned[has_acted])  # of all processes
     of_team = earned.mean(1)
     metrics = {"reward_mean": of_team.mean(), "reward_std": of_team.std(correction=0)}
@@ -30,7 +32,7 @@ def team_metrics(rollouts, several_turns):
 def seat_metrics(rollouts):
     """How often each seat of a game wins, {name: float}: the share of matches in which it earned more than every other.
 
-    What it earned before it first acted counts too. A match in which nobody acted does not count.
+    A match in which nobody acted does not count.
     """
     has_acted = torch.stack([(rollout.turns > 0).any(1) for rollout in rollouts]).any(0)  # [B]
     earned = [[sum(own.values()) for own in rollout.earned] for rollout in rollouts]
@@ -43,11 +45,11 @@ def seat_metrics(rollouts):
 def turn_metrics(rollouts, num_episodes):
     """How many turns an episode has, and what the team earns in each of them."""
     metrics = {"turns": 0.0}
-    for turn in range(1, max(distributed.max(rollout.turns) for rollout in rollouts) + 1):
-        in_turn = [(rollout.turns == turn).double() for rollout in rollouts]
-        is_played = torch.stack([x.any(1) for x in in_turn]).any(0)
-        rewards = torch.stack([(rollout.rewards * x).sum(1) for rollout, x in zip(rollouts, in_turn)]).mean(0)
-        count, reward = distributed.sum(torch.stack([is_played.sum(), rewards.sum()]))
+    num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)
+    earned = torch.stack([rewards_by_turn(rollout, num_turns).double() for rollout in rollouts]).mean(0)  # [B, T + 1]
+    for turn in range(1, num_turns + 1):
+        is_played = torch.stack([(rollout.turns == turn).any(1) for rollout in rollouts]).any(0)
+        count, reward = distributed.sum(torch.stack([is_played.sum(), (earned[:, turn] * is_played).sum()]))
         metrics["turns"] += count / num_episodes
         metrics[f"turn_{turn}/reward_mean"] = reward / count
     return metrics

@@ -36,7 +36,7 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from utils import distributed
+from utils import distributed, models
 from utils.cli import flags
 from utils.tasks.items import load_items, shuffled_batches
 from utils.tasks.task import load_task
@@ -61,8 +61,9 @@ class TaskArgs:
 def mean_reward(rollouts):
     """The mean over all processes' episodes, of the sum of an episode's rewards, as a mean over the agents.
 
+    What an agent earned before it first acted counts too, though it learns nothing from it.
     An episode in which no agent acted does not count; NaN: none does.
     """
-    rewards = sum(rollout.rewards.sum(1) for rollout in rollouts) / len(rollouts)  # [B]
+    rewards = sum(models.episode_rewards(rollout) for rollout in rollouts) / len(rollouts)  # [B]
     has_acted = (sum(rollout.turns.amax(1) for rollout in rollouts) > 0).float()
     return distributed.sum((rewards * has_acted).sum()) / distributed.sum(has_acted.sum())
