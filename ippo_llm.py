@@ -7,7 +7,7 @@ is all that it has read and written before:
 
     s       = max(std over episodes of what it earns once it has acted, 0.98 * s of the last update)
     e_k     = what it earns in turn k and until it acts again, / (s + reward_norm_eps)
-    r_t     = -kl_coef (log pi - log pi_ref)           on every token; on the last one of turn k also + e_k
+    r_t     = -kl_coef (log pi_old - log pi_ref)       on every token; on the last one of turn k also + e_k
     b_k     = mean of the sum of e_j, j >= k           over episodes in which it acts in turn k; without gamma and KL
     V(h_t)  = critic(h_t) + b_k                        b_k, own episode included, is an addition to CoMLRL's page
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next sampled token; V_old = 0 after the last
@@ -17,15 +17,14 @@ is all that it has read and written before:
     critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
                          V_clip: V(h_t) within value_clip_range of V_old(h_t)
 
-The means in the two losses are over the sampled tokens of a mini-batch; mean(A) and std(A) over those of the rollout.
-V_old, and so r, A and R, are of before the update; V_old = 0 also after a cut; advantage_norm_eps keeps noise small.
+The losses' means are over a mini-batch's sampled tokens; mean(A) and std(A) are over the rollout's. pi_old and V_old
+are of before the update, and so are r, A and R; V_old = 0 also after a cut.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
 Models stay in eval mode. All log pi are of logits / temperature, over the whole vocabulary, however tokens are sampled.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
-
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, D units of a hidden state.
 Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
 """
@@ -50,7 +49,7 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
+    """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
 
     seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -64,7 +63,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns: the environment ends it; the default task has one turn
+    num_turns: PositiveInt = 1  # longest episode, in turns; the environment keeps to it; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -74,15 +73,15 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Advantages
     gamma: Fraction = 1.0  # discount factor, from a sampled token to the next
     gae_lambda: Fraction = 0.95
-    reward_normalization: bool = True  # divide rewards by the standard deviation of what episodes earn
-    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
+    reward_normalization: bool = True  # divide rewards by the deviation s of what episodes earn
+    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to s
     kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the normalised reward
     advantage_normalization: bool = True  # standardise advantages over the rollout
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout
-    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes; after the first, off-policy
+    mini_batch_size: PositiveInt = 16  # episodes of a step, of all processes; an update's later steps are off-policy
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0
     value_loss_coef: NonNegativeFloat = 0.5
@@ -90,7 +89,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     actor_learning_rate: NonNegativeFloat = 5e-4
     critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
-    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, of each actor and critic
+    max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
@@ -113,7 +112,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """What B joint answers earn, N lists of B texts: B floats for the team (or N lists of B floats, one per agent).
+    """What joint answers earn, N lists of texts: a list of floats for the team (or N lists of floats, one per agent).
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -134,7 +133,7 @@ def external_transition(item, agent_completions):
 
 
 class Agent:
-    """An actor, its frozen initial copy, a critic, and an optimiser for each of the two that learn."""
+    """An actor, the frozen model that it starts from, a critic, and an optimiser for each of the two that learn."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -159,8 +158,9 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. An agent acts in the episodes that it
-    observes, unless cut; what nobody observes has ended. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. An agent
+    acts in the episodes that it observes, unless step or a lack of room cuts them. Episodes in a set `failed`, if it
+    has one, are not learned from. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -235,9 +235,9 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
+    rewards: torch.Tensor  # [B, S] on the last token of an answer, all that the agent earns until it acts again
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics; maac_llm.py learns from it
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics and maac_llm.py
     truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
 
 
@@ -251,7 +251,7 @@ def generate(agent, contexts, args, generator):
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
-        out = agent.actor.next_token(ids, attention_mask, cache)
+        out = agent.actor.next_token(ids, attention_mask, cache)  # with a cache it reads the last id alone
         logits = process_logits(ids, out.logits / args.temperature)
         if args.do_sample:
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -308,7 +308,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if any(own[b].turns[-1:]):  # it sampled the last token; it has none before it first acts
+                    if any(own[b].turns[-1:]):  # it learns from nothing that it earns before it acts, or after a cut
                         own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -325,7 +325,7 @@ def policy_forward(policy, rollout, rows, args):
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # At the position before each of them: logits, [n, vocabulary]
+    # Logits at the position before each of them, [n, vocabulary]; read leaves out columns of padding
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -346,7 +346,7 @@ def critic_forward(agent, rollout, rows, hidden_states):
 def gae(rewards, values, mask, gamma, gae_lambda):
     """Generalised advantage estimation along each row; tokens with mask 0 are skipped, and V = 0 after the last one.
 
-    All are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; 0 where the mask is 0.
+    All tensors are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; 0 where mask is 0.
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
@@ -371,7 +371,7 @@ def learn(agent, rollout, args, generator):
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # forgets slowly: late noise is not blown up
         rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
 
-    # 2. The baseline b_k. V = b_k + critic; the critic's output starts at 0, so that V starts at b_k
+    # 2. The baseline b_k. V = b_k + critic: the critic, 0 at first, learns what differs between episodes
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = torch.zeros_like(rewards)
     for k in range(1, distributed.max(rollout.turns) + 1):
@@ -402,7 +402,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # / processes, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process: gradients are averaged
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens
@@ -426,7 +426,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 6. Metrics, of this process: losses and entropy are means over the steps, the rest is of before the update
+    # 6. Metrics: losses and entropy are this process's means over the steps; kl and below are of before the update
     policy_loss, value_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
@@ -458,7 +458,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
     batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
     run = Run(args, __file__, task, batches)
 

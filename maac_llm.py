@@ -2,21 +2,21 @@
 
 Each agent has its own actor. The team has one critic, a model of its own. As in CoMLRL the policy loss has no
 probability ratio and no clip (ppo_llm.py has both). t is a turn; h_t, which the critic reads, is all that the team has
-read and written before it answers in turn t. Actor i reads its own part of it, h_t^i, and gives answer a_t^i; log pi is
-the sum over the answer's tokens:
+read and written before it answers in turn t. Actor i reads its own part of it, h_t^i, and gives answer a_t^i; log pi
+sums over the answer's tokens:
 
     s       = max(std of what episodes earn, 0.98 * s of the last update)
     e_t     = mean of what the agents earn in turn t, / (s + reward_norm_eps)
-    r_t     = e_t - kl_coef (sum over agents of log pi - log pi_ref)
+    r_t     = e_t - kl_coef (sum over agents of log pi_old - log pi_ref)
     b_t     = mean of the sum of e_j, j >= t           over episodes that have a turn t; without gamma and KL
     V(h_t)  = critic(h_t) + b_t                        b_t, own episode included, is an addition to CoMLRL's page
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, the same for all agents; V_old = 0 at the end
     actor i   maximises  mean of  log pi(a_t^i|h_t^i) (A_t - mean(A)) / (std(A) + advantage_norm_eps)
-                                  + entropy_coef * mean over its tokens of H
+                         + entropy_coef * mean over its tokens of  H
     critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-The means in the losses are over a mini-batch's turns in which anyone acts, mean(A) and std(A) over the rollout's. r, A
-and V_old are of before the update; V_old = 0 also after a cut. Opposite rewards average to 0: not for this script.
+These means are over a mini-batch's turns in which anyone acts; mean(A), std(A) over the rollout's. pi_old and V_old,
+and so r and A, are of before the update; V_old = 0 also after a cut. Opposite rewards average to 0: nothing is learned.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -47,7 +47,7 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs, models.SamplingArgs):
-    """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
+    """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
 
     seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -60,7 +60,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns: the environment ends it; the default task has one turn
+    num_turns: PositiveInt = 1  # longest episode, in turns; the environment keeps to it; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -69,21 +69,21 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
     # Advantages
     gamma: Fraction = 1.0  # discount factor, from turn to turn
-    reward_normalization: bool = True  # divide rewards by the standard deviation of what episodes earn
-    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
+    reward_normalization: bool = True  # divide rewards by the deviation s of what episodes earn
+    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to s
     kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the normalised reward
     advantage_normalization: bool = True  # standardise advantages over the rollout
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout
-    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes; after the first, off-policy
+    mini_batch_size: PositiveInt = 16  # episodes of a step, of all processes; an update's later steps are off-policy
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0
     actor_learning_rate: NonNegativeFloat = 5e-4
     critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
-    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, of each actor and critic
+    max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
@@ -106,7 +106,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """What B joint answers earn, N lists of B texts: B floats for the team (or N lists of B floats, one per agent).
+    """What joint answers earn, N lists of texts: a list of floats for the team (or N lists of floats, one per agent).
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -127,7 +127,7 @@ def external_transition(item, agent_completions):
 
 
 class Agent:
-    """An actor, its frozen initial copy, and an optimiser."""
+    """An actor, the frozen model that it starts from, and an optimiser."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -145,7 +145,7 @@ class Critic:
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # [n, D] to [n]; starts at 0
-        self.state = {"std": 0.0}  # the last s; what is in here is saved with the run
+        self.state = {"std": 0.0}  # the last s, of the rewards; what is in here is saved with the run
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
@@ -156,8 +156,9 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. An agent acts in the episodes that it
-    observes, unless cut; what nobody observes has ended. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. An agent
+    acts in the episodes that it observes, unless step or a lack of room cuts them. Episodes in a set `failed`, if it
+    has one, are not learned from. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -232,9 +233,9 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
+    rewards: torch.Tensor  # [B, S] on the last token of an answer, all that the agent earns until it acts again
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics; maac_llm.py learns from it
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics and maac_llm.py
     truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
 
 
@@ -248,7 +249,7 @@ def generate(agent, contexts, args, generator):
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
-        out = agent.actor.next_token(ids, attention_mask, cache)
+        out = agent.actor.next_token(ids, attention_mask, cache)  # with a cache it reads the last id alone
         logits = process_logits(ids, out.logits / args.temperature)
         if args.do_sample:
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -305,7 +306,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if any(own[b].turns[-1:]):  # it sampled the last token; it has none before it first acts
+                    if any(own[b].turns[-1:]):  # it learns from nothing that it earns before it acts, or after a cut
                         own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -322,7 +323,7 @@ def policy_forward(policy, rollout, rows, args):
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # At the position before each of them: logits, [n, vocabulary]
+    # Logits at the position before each of them, [n, vocabulary]; read leaves out columns of padding
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -334,19 +335,19 @@ def policy_forward(policy, rollout, rows, args):
 
 @dataclass
 class TeamText:
-    """What the critic reads of B episodes, turn after turn; V(h_t) is read before the <end> of turn t:
-
-    Agent 0 reads: prompt  Agent 1 reads: prompt  <end>  Agent 0 writes: answer  Agent 1 writes: answer  Agent 0 reads:
+    """What the critic reads of B episodes. V(h_t) is read just before the t-th <end>. Two agents, two turns:
+    Agent 0 reads: prompt  Agent 1 reads: prompt  <end>  Agent 0 writes: answer  Agent 1 writes: answer
+    Agent 0 reads: reply   Agent 1 reads: reply   <end>  Agent 0 writes: answer  Agent 1 writes: answer
     """
 
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
-    turns: torch.Tensor  # [B, S] t on the <end> of turn t, 0 elsewhere
+    marks: torch.Tensor  # [B, S] t on the <end> of turn t, 0 elsewhere
 
 
 def critic_forward(critic, text, rows, played):
     """V(h_t) less b_t, [rows, T + 1]: read before each <end>, put into its turn's column; every played turn has one."""
-    out = critic.critic.read(text.ids[rows], text.attention_mask[rows], before=text.turns[rows] > 0)
+    out = critic.critic.read(text.ids[rows], text.attention_mask[rows], before=text.marks[rows] > 0)
     return models.unflatten(critic.value_head(out.hidden_states), played[rows] > 0)
 
 
@@ -355,7 +356,7 @@ def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
-    # [B, T + 1], turn t in column t, 0 in column 0: the mean of what the agents earn in it
+    # [B, T + 1] the mean of what the agents earn in a turn
     rewards = sum(models.rewards_by_turn(rollout, num_turns) for rollout in rollouts) / len(agents)
     num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for rollout, mask in zip(rollouts, masks))
     played = num_sampled.clamp(max=1)  # [B, T + 1] 1 on turns in which anyone acted
@@ -366,13 +367,13 @@ def learn(agents, critic, rollouts, args, generator):
         critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # forgets slowly: late noise is not blown up
         rewards = rewards / (critic.state["std"] + args.reward_norm_eps)
 
-    # 2. The baseline b_t. V = b_t + critic; the critic's output starts at 0, so that V starts at b_t
+    # 2. The baseline b_t. V = b_t + critic: the critic, 0 at first, learns what differs between episodes
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1]
 
     # 3. Log-probabilities and values before the update; the KL penalty, with which the rewards are r_t
     metrics = []
-    text = TeamText(**models.join_transcripts(agents, rollouts, critic, num_turns))  # UserError: the critic has no room
+    text = TeamText(**models.join_transcripts(agents, rollouts, critic, num_turns))  # UserError: it is too long
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
         for agent, rollout, mask in zip(agents, rollouts, masks):
@@ -389,8 +390,8 @@ def learn(agents, critic, rollouts, args, generator):
             old_values[rows] = (baseline + critic_forward(critic, text, rows, played)) * played[rows]
 
     # 4. Advantages. Another algorithm puts its own here
-    returns = (rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # targets; V(h_{t+1}) is 0 at the end
-    advantages = returns - old_values  # the TD error
+    targets = (rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) is 0 at the end
+    advantages = targets - old_values  # the TD error
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, played)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)
@@ -401,7 +402,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # / processes, as gradients are
+            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # per process, as gradients are
             num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1e-6) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
                 for agent, rollout, mask, count in zip(agents, rollouts, masks, num_tokens):
@@ -413,7 +414,7 @@ def learn(agents, critic, rollouts, args, generator):
                     loss.backward()  # gradients of micro-batches add up
                     losses.append(torch.stack([policy_loss, mean_entropy]).detach())
                 values = baseline + critic_forward(critic, text, rows, played)
-                value_loss = ((values - returns[rows]) ** 2 * played[rows]).sum() / num_played
+                value_loss = ((values - targets[rows]) ** 2 * played[rows]).sum() / num_played
                 value_loss.backward()
                 value_losses.append(value_loss.detach())
 
@@ -425,7 +426,7 @@ def learn(agents, critic, rollouts, args, generator):
     for learner in *agents, critic:
         learner.schedule.step()
 
-    # 6. Metrics, of this process: losses and entropy are means over the steps, the rest is of before the update
+    # 6. Metrics: losses and entropy are this process's means over the steps; kl and others are of before the update
     num_steps = args.update_epochs * len(minibatches)
     losses = torch.stack(losses).view(-1, len(agents), 2).sum(0) / num_steps
     for own, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):
@@ -433,7 +434,7 @@ def learn(agents, critic, rollouts, args, generator):
     return metrics, {
         "value_loss": sum(value_losses) / num_steps,
         "grad_norm": grad_norms[-1],
-        "explained_variance": distributed.explained_variance(returns, old_values, played),
+        "explained_variance": distributed.explained_variance(targets, old_values, played),
     }
 
 
@@ -456,7 +457,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
     batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
     run = Run(args, __file__, task, batches)
 

@@ -5,13 +5,13 @@ times (--num-generations), and what an agent earns from a turn on is compared wi
 paper the policy loss has no probability ratio and no clip (ppo_llm.py has both). An agent gives answer a_t in turn t
 after h_t, which is all that it has read and written before; log pi(a_t|h_t) is the sum over the answer's tokens:
 
-    r_t     = what it earns until it acts again - kl_coef (log pi - log pi_ref);  0 in turns in which it does not act
+    r_t     = what it earns until it acts again - kl_coef (log pi_old - log pi_ref); 0 in turns in which it does not act
     R_t     = r_t + gamma R_{t+1}                      R = 0 after its last turn
     A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
     actor     maximises  mean over answers of log pi(a_t|h_t) A_t  +  entropy_coef * mean over tokens of H
 
-The means are over a mini-batch; A_t is of before the update. --advantage-mode rloo compares with the mean of the other
-episodes of the group, max with the best one, raw with nothing. As in the paper A_t are not divided by the group's
+These means are over a mini-batch; A_t is of before the update. --advantage-mode rloo compares with the mean of the
+group's other episodes, max with the best one, raw with nothing. As in the paper A_t are not divided by the group's
 deviation (--advantage-normalization divides). In CoMLRL each history has K answers, which makes K^T episodes of T
 turns; here K episodes are played to their ends, so that after the first turn a group's h_t differ.
 
@@ -20,7 +20,6 @@ turns; here K episodes are played to their ends, so that after the first turn a 
 
 Models stay in eval mode. All log pi are of logits / temperature, over the whole vocabulary, however tokens are sampled.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
-
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
 Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
 """
@@ -46,7 +45,7 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
-    """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
+    """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
 
     seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -59,7 +58,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: Annotated[int, Field(ge=2)] = 4  # K, episodes per item (the group), which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns: the environment ends it; the default task has one turn
+    num_turns: PositiveInt = 1  # longest episode, in turns; the environment keeps to it; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers, alike in a group
     temperature: PositiveFloat = 1.0
@@ -74,12 +73,12 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout
-    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes; after the first, off-policy
+    mini_batch_size: PositiveInt = 16  # episodes of a step, of all processes; an update's later steps are off-policy
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0
     actor_learning_rate: NonNegativeFloat = 5e-4
     anneal_lr: bool = True  # lower the learning rate to 0 over the second half of the run
-    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, of each actor and critic
+    max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
@@ -102,7 +101,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """What B joint answers earn, N lists of B texts: B floats for the team (or N lists of B floats, one per agent).
+    """What joint answers earn, N lists of texts: a list of floats for the team (or N lists of floats, one per agent).
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -123,7 +122,7 @@ def external_transition(item, agent_completions):
 
 
 class Agent:
-    """An actor, its frozen initial copy, and an optimiser."""
+    """An actor, the frozen model that it starts from, and an optimiser."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -142,8 +141,9 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. An agent acts in the episodes that it
-    observes, unless cut; what nobody observes has ended. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. An agent
+    acts in the episodes that it observes, unless step or a lack of room cuts them. Episodes in a set `failed`, if it
+    has one, are not learned from. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -218,9 +218,9 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
+    rewards: torch.Tensor  # [B, S] on the last token of an answer, all that the agent earns until it acts again
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics; maac_llm.py learns from it
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics and maac_llm.py
     truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
 
 
@@ -234,7 +234,7 @@ def generate(agent, contexts, args, generator):
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
-        out = agent.actor.next_token(ids, attention_mask, cache)
+        out = agent.actor.next_token(ids, attention_mask, cache)  # with a cache it reads the last id alone
         logits = process_logits(ids, out.logits / args.temperature)
         if args.do_sample:
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -291,7 +291,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if any(own[b].turns[-1:]):  # it sampled the last token; it has none before it first acts
+                    if any(own[b].turns[-1:]):  # it learns from nothing that it earns before it acts, or after a cut
                         own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -308,7 +308,7 @@ def policy_forward(policy, rollout, rows, args):
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # At the position before each of them: logits, [n, vocabulary]
+    # Logits at the position before each of them, [n, vocabulary]; read leaves out columns of padding
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -371,7 +371,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # / processes, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process: gradients are averaged
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
@@ -386,7 +386,7 @@ def learn(agent, rollout, args, generator):
             agent.optimizer.zero_grad()
     agent.schedule.step()
 
-    # 5. Metrics, of this process: losses and entropy are means over the steps, the rest is of before the update
+    # 5. Metrics: losses and entropy are this process's means over the steps; kl and below are of before the update
     policy_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
@@ -416,7 +416,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
     batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
     run = Run(args, __file__, task, batches)
 

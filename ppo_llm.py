@@ -1,25 +1,27 @@
 """PPO for language models on LoRA adapters: one agent or a team on one base, one turn or many, in one file.
 
-Each agent has its own actor and critic: adapters on a base that agents share (--lora-rank 0: whole models). For an
-action a_t, a token that an agent samples after h_t, which is all that it has read and written before:
+Each agent has its own actor and critic: adapters on a base that agents share (--lora-rank 0: whole models). With
+--no-use-separate-critic the critic is a head on the actor, whose loss trains the actor too. h_t is all that an agent
+has read and written before it samples a_t, its action, a token of turn k:
 
     r_t     = what it earns from a_t until its next action
-    b_k     = mean of what it earns from turn k on     k: the turn of a_t; over episodes in which it acts in turn k
+    b_k     = mean of what it earns from turn k on     without gamma; over the rollout's episodes in which it acts in it
     V(h_t)  = critic(h_t) + b_k                        b_k, own episode included, is an addition to AgileRL's page
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
-    actor     minimises  mean of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) + kl_loss_coef (exp(d) - d - 1)
+    actor     minimises  mean of  max(-A' rho, -A' clip(rho, 1 - eps, 1 + eps)) + kl_loss_coef (exp(d) - d - 1)
                                   - entropy_coef H(pi(.|h_t))
     critic    minimises  mean of  value_loss_coef / 2 max((V - R_t)^2, (V_clip - R_t)^2),  V: V(h_t) of now,
                                   R_t = A_t + V_old(h_t), V_clip: V within eps of V_old(h_t)
 
 pi_old and V_old are of before the update, pi_ref is the reference. After the last action V_old = 0 where the episode
-ends, and V of all that was read and written where it is cut: by its environment, or for lack of room. The actor's A_t
-are centred over the rollout's actions, and divided by their standard deviation, or by 0.98 of the last update's divisor
-if that is more. With --action-granularity turn an action is an answer, whose tokens all have its A. Means are over a
-mini-batch's sampled tokens; the critic's is over its actions, and so is that of max(...) with --turn-level-clip, where
-rho is an answer's: the product over its tokens.
+ends, and V of all that was read and written where it is cut: by its environment, or for lack of room. A' is A centred
+over the rollout's actions, and divided by their standard deviation, or by 0.98 of the last update's divisor if that is
+more. With --action-granularity turn an action is an answer, whose tokens all have its A', and r its reward; its V is of
+its first token, unless --turn-value-reduction says otherwise. Means are over a mini-batch's sampled tokens; the
+critic's is over its actions, and so is that of max(...) with --turn-level-clip, where rho is the product over an
+answer's tokens.
 
     python ppo_llm.py                                                                      guess a number
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
@@ -28,7 +30,6 @@ rho is an answer's: the product over its tokens.
 Models stay in eval mode, but for --lora-dropout in the optimiser steps. All log pi are of logits / temperature, over
 the whole vocabulary, however tokens are sampled.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
-
 Shapes: N agents, B episodes of one process, S tokens of the longest transcript and one more, padded on the right, D
 units of a hidden state.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
@@ -54,13 +55,13 @@ from utils.run import FolderArgs, Run
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, sampling, vLLM."""
+    """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
 
     seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1
     self_play: bool = False  # one agent in all --num-agents seats, which learns from all their transcripts
-    # earlier copies to keep: it learns in one seat, in turn, and each update draws who sits in the others
+    # earlier copies to keep: it learns in one seat, another in each update, which draws who sits in the others
     opponents: NonNegativeInt = needs("self_play", default=0)
     opponent_interval: PositiveInt = needs("opponents", default=10)  # updates between copies; the oldest leaves
     opponent_run: str | None = needs("self_play")  # in place of copies the agents of this run's folder, as they ended
@@ -76,7 +77,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 6  # longest episode, in turns: the environment ends it
+    num_turns: PositiveInt = 6  # longest episode, in turns; the environment keeps to it
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -104,7 +105,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     turn_level_clip: bool = not_with("action_granularity=token", "action_granularity=auto&num_turns=1", default=False)
     kl_loss_coef: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference
     mini_batch_size: PositiveInt = 16  # rows (--self-play: one for each seat) of an optimiser step, of all processes
-    micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
+    micro_batch_size: PositiveInt = 16  # rows of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0
     entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # to which it goes as a line over the run
     value_loss_coef: NonNegativeFloat = 0.5
@@ -112,18 +113,18 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     critic_learning_rate: NonNegativeFloat = 3e-3  # of critics and value heads
     cosine_lr_schedule: bool = True  # lower the learning rates to 0 along a cosine
     warmup_proportion: Fraction = 0.0  # share of the updates over which they rise first
-    max_grad_norm: PositiveFloat = 0.5  # clip of the gradient's norm, of each actor and critic
+    max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# load_task wraps an Env as a TeamEnv, utils.envs.Games: B games, each with its own seed, of --num-turns at most. It
-# stands in place of the TeamEnv below, which plays tasks. A game that is truncated is cut; V_old = 0 after all others.
+# utils.envs.Games plays Env: B games, each with its own seed, of --num-turns at most. A truncated one is cut; V_old = 0
+# after all others. The TeamEnv below plays tasks alone.
 
 
 class Env:
     """A game of guessing a secret number, uniform from 1 to 16, with Gymnasium's reset and step on text.
 
-    A guess earns its expected value (see guess_value), so that luck is neither paid nor punished, and each but the
+    A guess earns its expected value (see guess_value), so that luck is neither paid nor punished; each of six but the
     first costs 1/6: the sooner the better. An answer that is no number of one to three digits ends the game with -1.
     """
 
@@ -187,8 +188,9 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step. An agent acts in the episodes that it
-    observes, unless cut; what nobody observes has ended. Two agents, one after the other, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. An agent
+    acts in the episodes that it observes, unless step or a lack of room cuts them. Episodes in a set `failed`, if it
+    has one, are not learned from. Two agents, one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -263,9 +265,9 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on the last token of a turn, all that the agent earns until it acts again
+    rewards: torch.Tensor  # [B, S] on the last token of an answer, all that the agent earns until it acts again
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics; maac_llm.py learns from it
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics and maac_llm.py
     truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
 
 
@@ -279,7 +281,7 @@ def generate(agent, contexts, args, generator):
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
-        out = agent.actor.next_token(ids, attention_mask, cache)
+        out = agent.actor.next_token(ids, attention_mask, cache)  # with a cache it reads the last id alone
         logits = process_logits(ids, out.logits / args.temperature)
         if args.do_sample:
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -336,7 +338,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if any(own[b].turns[-1:]):  # it sampled the last token; it has none before it first acts
+                    if any(own[b].turns[-1:]):  # it learns from nothing that it earns before it acts, or after a cut
                         own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -374,7 +376,7 @@ def critic_forward(agent, rollout, where, rows, hidden_states):
 def gae(rewards, values, mask, gamma, gae_lambda):
     """Generalised advantage estimation along each row; tokens with mask 0 are skipped, and V = 0 after the last one.
 
-    All are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; 0 where the mask is 0.
+    All tensors are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; 0 where mask is 0.
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
@@ -395,8 +397,8 @@ def sum_by_action(x, start):
 def turn_baseline(rewards, turns, is_first, is_last, is_bootstrap):
     """b_k on the tokens of turn k, [B, S]: the mean that episodes earn from turn k on where the agent acts in it.
 
-    Behind an episode that was cut after turn k: the mean of what is earned after turn k where the agent acts again; if
-    nowhere, b_k. Where seats move one after the other, each row of self-play so has means of its own seat.
+    At a cut end turn k is paid already: the mean that is earned after it where the agent acts again; if nowhere, b_k.
+    Rows of self-play so have means of their own seat, where seats move one after the other.
     """
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     last_turn = turns.amax(1, keepdim=True)  # [B, 1]
@@ -447,7 +449,7 @@ def learn(agent, rollout, args, generator):
     turns = rollout.turns if args.turn_baseline else rollout.turns.clamp(max=1)
     baseline = turn_baseline(rewards, turns, is_first, is_last, is_bootstrap)
 
-    # 4. Log-probabilities and values before the update: actor, critic and, with a KL loss, the reference read it once
+    # 4. Log-probabilities and values before the update: one pass of actor, critic and, with a KL loss, reference
     old_logprobs = torch.zeros_like(mask)
     ref_logprobs = torch.zeros_like(mask)
     token_values = torch.zeros_like(mask)
@@ -471,7 +473,7 @@ def learn(agent, rollout, args, generator):
     advantages = advantages.gather(1, start)  # each token has that of its action
 
     # 6. Optimiser steps
-    entropy_coef = args.entropy_coef
+    entropy_coef = args.entropy_coef  # last_epoch: updates so far
     if args.entropy_coef_end is not None:
         entropy_coef += (args.entropy_coef_end - entropy_coef) * agent.schedules[0].last_epoch / agent.num_updates
     ratio_mask = action_mask if args.turn_level_clip else mask
@@ -480,7 +482,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # / processes, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process: gradients are averaged
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -519,7 +521,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 7. Metrics: the five of `losses` are means over the steps, grad_norm is the last, the rest from before the update
+    # 7. Metrics: the five of `losses` are this process's means over the steps; kl and below are of before the update
     losses = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     policy_loss, value_loss, entropy, kl_loss, clip_fraction = losses
     metrics = {
@@ -556,7 +558,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the game in this file
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
     batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
     run = Run(args, __file__, task, batches)
 

@@ -334,7 +334,7 @@ def concatenate(rollouts):
 
 def join_transcripts(agents, rollouts, critic, num_turns):
     """The transcripts of a team as one text for each of B episodes, turn by turn: what agents 0, 1, ... read, an end
-    token, what they write. Returns ids, attention_mask and turns, [B, S], by name: the turn on its end token, else 0.
+    token, what they write. Returns ids, attention_mask and marks, [B, S], by name: the turn on its end token, else 0.
 
     Raises UserError where the critic has no room for it.
     """
@@ -361,8 +361,8 @@ def join_transcripts(agents, rollouts, critic, num_turns):
     longest = max([len(row.ids) for row in rows], default=0)
     if room and longest > room:
         raise UserError(f"the critic has {room} positions, and what the team reads and writes has {longest} tokens")
-    fields = pad_right(rows, critic.critic)
-    return {name: fields[name] for name in ("ids", "attention_mask", "turns")}
+    padded = pad_right(rows, critic.critic)
+    return {"ids": padded["ids"], "attention_mask": padded["attention_mask"], "marks": padded["turns"]}
 
 
 @dataclass
