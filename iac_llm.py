@@ -1,23 +1,23 @@
 """Independent Actor-Critic (IAC) for a team of language models, in one file.
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
-actor, whose loss trains the actor too, or a model of its own (--use-separate-critic). As on CoMLRL's page the policy
-loss has no probability ratio and no clip (ppo_llm.py has both). An agent gives answer a_t in turn k after h_t, which is
-all that it has read and written before; log pi(a_t|h_t) is the sum over the answer's tokens:
+actor, whose loss trains the actor too, or a model of its own (--use-separate-critic). An agent gives answer a_t in turn
+k after h_t, which is all that it has read and written before; log pi(a_t|h_t) sums over the answer's tokens. As on
+CoMLRL's page the policy loss has no probability ratio and no clip (ppo_llm.py has both):
 
-    s       = max(std over episodes of what it earns once it has acted, 0.98 * s of the last update)
-    e_k     = what it earns in turn k and until it acts again, / (s + reward_norm_eps)
     r_t     = e_k - kl_coef (log pi_old - log pi_ref)
-    b_k     = mean of the sum of e_j, j >= k           over episodes in which it acts in turn k; without gamma and KL
-    V(h_t)  = critic(h_t) + b_k                        b_k, own episode included, is an addition to CoMLRL's page
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error; t + 1: its next answer; V_old = 0 after the last
-    actor     maximises  mean of  log pi(a_t|h_t) (A_t - mean(A)) / (std(A) + advantage_norm_eps)
-                                  + entropy_coef * mean over tokens of H
-    critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
-                         R_t = A_t + V_old(h_t), V_clip: V(h_t) within value_clip_range of V_old(h_t)
+    actor     maximises  mean of  log pi(a_t|h_t) A'_t + entropy_coef * mean over tokens of H
+    critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),  R_t = A_t + V_old(h_t),
+                         V_clip: V(h_t) within value_clip_range of V_old(h_t)
 
-The losses' means are over a mini-batch's answers; mean(A) and std(A) are over the rollout's. pi_old and V_old are of
-before the update, and so are r, A and R; V_old = 0 also after a cut.
+The means are over a mini-batch's answers. pi_old, V_old, r, A and R are computed once, before the optimiser steps; a
+cut counts as an end. KL penalty, s and b_k are not on the page. Here
+
+    e_k     = what it earns in turn k and until it acts again, / (s + reward_norm_eps)
+    s       = max(std over episodes of what it earns, 0.98 * s of the last update)
+    V(h_t)  = critic(h_t) + b_k;  b_k: mean of the sum of e_j, j >= k, over the episodes in which it acts in turn k
+    A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
 
     python iac_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 iac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -216,14 +216,12 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
         self.turns += [turn] * len(ids)
-        self.rewards += [0.0] * len(ids)
 
 
 @dataclass
@@ -233,10 +231,10 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on the last token of an answer, all that the agent earns until it acts again
+    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; before the first: none
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics and maac_llm.py
-    truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted; not in learn, but in maac_llm.py's
+    truncated: torch.Tensor  # [B] True where the episode was cut; not in learn, but in ppo_llm.py's
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -306,12 +304,11 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if any(own[b].turns[-1:]):  # it learns from nothing that it earns before it acts, or after a cut
-                        own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]  # tensors
+    # pad_right pads lists to tensors, and puts what is earned on the tokens
+    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -366,7 +363,7 @@ def learn(agent, rollout, args, generator):
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # forgets slowly: late noise is not blown up
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls by 2 % at most: noise stays small
         rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
 
     # 2. The baseline b_k. V = b_k + critic: the critic, 0 at first, learns what differs between episodes
@@ -374,7 +371,7 @@ def learn(agent, rollout, args, generator):
     baseline = torch.zeros_like(rewards)
     for k in range(1, distributed.max(rollout.turns) + 1):
         starts = is_first * (rollout.turns == k)  # where V is read
-        baseline += starts * distributed.masked_mean(rewards_to_go, starts)  # b_k
+        baseline += starts * distributed.masked_mean(rewards_to_go, starts)  # b_k; 0 where there is none
 
     # 3. Log-probabilities and values before the update; values count on the first token of an answer alone
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
@@ -426,7 +423,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 6. Metrics: losses and entropy are this process's means over the steps; kl and below are of before the update
+    # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is of before the steps
     policy_loss, value_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
@@ -444,7 +441,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, as a mean over held-out items and agents; sampled with the same noise each time."""
+    """What an episode earns, as a mean over held-out items and agents; sampled from the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -466,7 +463,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
 
-    with run.start(agents, generator):  # resumes what was saved; saves all of it however the run ends
+    with run.start(agents, generator):  # resumes; saves models, optimisers, state, generator at the end
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

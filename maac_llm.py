@@ -1,29 +1,29 @@
 """Multi-Agent Actor-Critic (MAAC) for a team of language models, in one file.
 
-Each agent has its own actor. The team has one critic, a model of its own. As in CoMLRL the policy loss has no
-probability ratio and no clip (ppo_llm.py has both). t is a turn; h_t, which the critic reads, is all that the team has
-read and written before it answers in turn t. Actor i reads its own part of it, h_t^i, and gives answer a_t^i; log pi
-sums over the answer's tokens:
+Each agent has its own actor; the team has one critic, a model of its own. h_t, which the critic reads, is all that the
+team has read and written before it answers in turn t. Actor i reads its own part of it, h_t^i, and gives answer a_t^i;
+log pi sums over its tokens. As in CoMLRL the policy loss has no probability ratio and no clip (ppo_llm.py has both):
 
-    s       = max(std of what episodes earn, 0.98 * s of the last update)
-    e_t     = mean of what the agents earn in turn t, / (s + reward_norm_eps)
     r_t     = e_t - kl_coef (sum over agents of log pi_old - log pi_ref)
-    b_t     = mean of the sum of e_j, j >= t           over episodes that have a turn t; without gamma and KL
-    V(h_t)  = critic(h_t) + b_t                        b_t, own episode included, is an addition to CoMLRL's page
-    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, the same for all agents; V_old = 0 at the end
-    actor i   maximises  mean of  log pi(a_t^i|h_t^i) (A_t - mean(A)) / (std(A) + advantage_norm_eps)
-                         + entropy_coef * mean over its tokens of  H
+    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, of all agents; V_old = 0 after the last turn
+    actor i   maximises  mean of  log pi(a_t^i|h_t^i) A'_t + entropy_coef * mean over its tokens of H
     critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-These means are over a mini-batch's turns in which anyone acts; mean(A), std(A) over the rollout's. pi_old and V_old,
-and so r and A, are of before the update; V_old = 0 also after a cut. Opposite rewards average to 0: nothing is learned.
+The means are over a mini-batch's turns in which any agent acts. pi_old, V_old, r and A are computed once, before the
+optimiser steps; a cut counts as an end. Opposite rewards average to 0. KL penalty, s and b_t are not on CoMLRL's page.
+Here
+
+    e_t     = mean of what the agents earn in turn t, / (s + reward_norm_eps)
+    s       = max(std of what episodes earn, 0.98 * s of the last update)
+    V(h_t)  = critic(h_t) + b_t;  b_t: mean of the sum of e_j, j >= t, over the episodes that have a turn t
+    A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
 Models stay in eval mode. All log pi are of logits / temperature, over the whole vocabulary, however tokens are sampled.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
-Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns, columns 1 to T.
+Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
 """
 
@@ -216,14 +216,12 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
         self.turns += [turn] * len(ids)
-        self.rewards += [0.0] * len(ids)
 
 
 @dataclass
@@ -233,10 +231,10 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on the last token of an answer, all that the agent earns until it acts again
+    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; before the first: none
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics and maac_llm.py
-    truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted; not in learn, but in maac_llm.py's
+    truncated: torch.Tensor  # [B] True where the episode was cut; not in learn, but in ppo_llm.py's
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -306,12 +304,11 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if any(own[b].turns[-1:]):  # it learns from nothing that it earns before it acts, or after a cut
-                        own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]  # tensors
+    # pad_right pads lists to tensors, and puts what is earned on the tokens
+    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -346,7 +343,7 @@ class TeamText:
 
 
 def critic_forward(critic, text, rows, played):
-    """V(h_t) less b_t, [rows, T + 1]: read before each <end>, put into its turn's column; every played turn has one."""
+    """critic(h_t), [rows, T + 1]: read before each <end>, put into its turn's column; played turns alone have one."""
     out = critic.critic.read(text.ids[rows], text.attention_mask[rows], before=text.marks[rows] > 0)
     return models.unflatten(critic.value_head(out.hidden_states), played[rows] > 0)
 
@@ -356,15 +353,15 @@ def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
-    # [B, T + 1] the mean of what the agents earn in a turn
-    rewards = sum(models.rewards_by_turn(rollout, num_turns) for rollout in rollouts) / len(agents)
+    earned = [[[own.get(t, 0.0) for t in range(num_turns + 1)] for own in rollout.earned] for rollout in rollouts]
+    rewards = torch.tensor(earned, device=masks[0].device).mean(0)  # [B, T + 1] of turn t in column t; of all agents
     num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for rollout, mask in zip(rollouts, masks))
     played = num_sampled.clamp(max=1)  # [B, T + 1] 1 on turns in which anyone acted
 
     # 1. Rewards, in standard deviations of what an episode earns
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
-        critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # forgets slowly: late noise is not blown up
+        critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # falls by 2 % at most: noise stays small
         rewards = rewards / (critic.state["std"] + args.reward_norm_eps)
 
     # 2. The baseline b_t. V = b_t + critic: the critic, 0 at first, learns what differs between episodes
@@ -426,7 +423,7 @@ def learn(agents, critic, rollouts, args, generator):
     for learner in *agents, critic:
         learner.schedule.step()
 
-    # 6. Metrics: losses and entropy are this process's means over the steps; kl and others are of before the update
+    # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is of before the steps
     num_steps = args.update_epochs * len(minibatches)
     losses = torch.stack(losses).view(-1, len(agents), 2).sum(0) / num_steps
     for own, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):
@@ -443,7 +440,7 @@ def learn(agents, critic, rollouts, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, as a mean over held-out items and agents; sampled with the same noise each time."""
+    """What an episode earns, as a mean over held-out items and agents; sampled from the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -466,7 +463,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
     critic = Critic(initials[0], len(batches), args)
 
-    with run.start([*agents, critic], generator):  # resumes what was saved; saves all of it however the run ends
+    with run.start([*agents, critic], generator):  # resumes; saves models, optimisers, state, generator at the end
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

@@ -201,14 +201,12 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
         self.turns += [turn] * len(ids)
-        self.rewards += [0.0] * len(ids)
 
 
 @dataclass
@@ -218,10 +216,10 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on the last token of an answer, all that the agent earns until it acts again
+    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; before the first: none
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics and maac_llm.py
-    truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted; not in learn, but in maac_llm.py's
+    truncated: torch.Tensor  # [B] True where the episode was cut; not in learn, but in ppo_llm.py's
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -291,12 +289,11 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if any(own[b].turns[-1:]):  # it learns from nothing that it earns before it acts, or after a cut
-                        own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]  # tensors
+    # pad_right pads lists to tensors, and puts what is earned on the tokens
+    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -386,7 +383,7 @@ def learn(agent, rollout, args, generator):
             agent.optimizer.zero_grad()
     agent.schedule.step()
 
-    # 5. Metrics: losses and entropy are this process's means over the steps; kl and below are of before the update
+    # 5. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is of before the steps
     policy_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
@@ -402,7 +399,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, as a mean over held-out items and agents; sampled with the same noise each time."""
+    """What an episode earns, as a mean over held-out items and agents; sampled from the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -424,7 +421,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
 
-    with run.start(agents, generator):  # resumes what was saved; saves all of it however the run ends
+    with run.start(agents, generator):  # resumes; saves models, optimisers, state, generator at the end
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

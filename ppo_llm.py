@@ -5,7 +5,7 @@ Each agent has its own actor and critic: adapters on a base that agents share (-
 has read and written before it samples a_t, its action, a token of turn k:
 
     r_t     = what it earns from a_t until its next action
-    b_k     = mean of what it earns from turn k on     without gamma; over the rollout's episodes in which it acts in it
+    b_k     = mean of what it earns from turn k on     undiscounted, over episodes in which it acts in turn k
     V(h_t)  = critic(h_t) + b_k                        b_k, own episode included, is an addition to AgileRL's page
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
@@ -15,13 +15,12 @@ has read and written before it samples a_t, its action, a token of turn k:
     critic    minimises  mean of  value_loss_coef / 2 max((V - R_t)^2, (V_clip - R_t)^2),  V: V(h_t) of now,
                                   R_t = A_t + V_old(h_t), V_clip: V within eps of V_old(h_t)
 
-pi_old and V_old are of before the update, pi_ref is the reference. After the last action V_old = 0 where the episode
-ends, and V of all that was read and written where it is cut: by its environment, or for lack of room. A' is A centred
-over the rollout's actions, and divided by their standard deviation, or by 0.98 of the last update's divisor if that is
-more. With --action-granularity turn an action is an answer, whose tokens all have its A', and r its reward; its V is of
-its first token, unless --turn-value-reduction says otherwise. Means are over a mini-batch's sampled tokens; the
-critic's is over its actions, and so is that of max(...) with --turn-level-clip, where rho is the product over an
-answer's tokens.
+pi_old, V_old, A and R are computed once, before the optimiser steps; pi_ref is the reference. After the last action
+V_old = 0 where the episode ends, and V of all that was read and written where it is cut: by its environment, or for
+lack of room. A' = (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update). With
+--action-granularity turn an action is an answer, whose tokens all have its A'; its V is that of its first token, unless
+--turn-value-reduction says otherwise. Means are over a mini-batch's sampled tokens; the critic's is over its actions,
+and so is that of max(...) with --turn-level-clip, where rho is the product over an answer's tokens.
 
     python ppo_llm.py                                                                      guess a number
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
@@ -117,15 +116,15 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# utils.envs.Games plays Env: B games, each with its own seed, of --num-turns at most. A truncated one is cut; V_old = 0
-# after all others. The TeamEnv below plays tasks alone.
+# utils.envs.Games plays B of these, of --num-turns at most; what is truncated is cut. The TeamEnv below is for tasks.
 
 
 class Env:
     """A game of guessing a secret number, uniform from 1 to 16, with Gymnasium's reset and step on text.
 
-    A guess earns its expected value (see guess_value), so that luck is neither paid nor punished; each of six but the
-    first costs 1/6: the sooner the better. An answer that is no number of one to three digits ends the game with -1.
+    A guess earns half its probability to be right, plus half of the share of all 4 bits that it tells on average (see
+    guess_value): luck is not paid. Each after the first costs 1/6; the sixth is the last. An answer that is no number
+    of one to three digits ends the game with -1.
     """
 
     def reset(self, seed=None):
@@ -248,14 +247,12 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
         self.turns += [turn] * len(ids)
-        self.rewards += [0.0] * len(ids)
 
 
 @dataclass
@@ -265,10 +262,10 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on the last token of an answer, all that the agent earns until it acts again
+    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; before the first: none
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted: for metrics and maac_llm.py
-    truncated: torch.Tensor  # [B] True where the episode was cut: ppo_llm.py values what would follow, others do not
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted; not in learn, but in maac_llm.py's
+    truncated: torch.Tensor  # [B] True where the episode was cut; not in learn, but in ppo_llm.py's
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -338,12 +335,11 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
-                    if any(own[b].turns[-1:]):  # it learns from nothing that it earns before it acts, or after a cut
-                        own[b].rewards[-1] += reward
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]  # tensors
+    # pad_right pads lists to tensors, and puts what is earned on the tokens
+    return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -397,8 +393,8 @@ def sum_by_action(x, start):
 def turn_baseline(rewards, turns, is_first, is_last, is_bootstrap):
     """b_k on the tokens of turn k, [B, S]: the mean that episodes earn from turn k on where the agent acts in it.
 
-    At a cut end turn k is paid already: the mean that is earned after it where the agent acts again; if nowhere, b_k.
-    Rows of self-play so have means of their own seat, where seats move one after the other.
+    In the column behind a cut turn k: the mean of what follows turn k where the agent acts again; if nowhere, b_k. So
+    rows of self-play have means of their own seat, where seats move one after the other.
     """
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     last_turn = turns.amax(1, keepdim=True)  # [B, 1]
@@ -468,13 +464,13 @@ def learn(agent, rollout, args, generator):
     advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # forgets slowly: late noise is not blown up
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls by 2 % at most: noise stays small
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
     advantages = advantages.gather(1, start)  # each token has that of its action
 
     # 6. Optimiser steps
-    entropy_coef = args.entropy_coef  # last_epoch: updates so far
-    if args.entropy_coef_end is not None:
+    entropy_coef = args.entropy_coef
+    if args.entropy_coef_end is not None:  # last_epoch: updates so far
         entropy_coef += (args.entropy_coef_end - entropy_coef) * agent.schedules[0].last_epoch / agent.num_updates
     ratio_mask = action_mask if args.turn_level_clip else mask
     losses = []
@@ -521,7 +517,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 7. Metrics: the five of `losses` are this process's means over the steps; kl and below are of before the update
+    # 7. Metrics: the five of `losses` are means over the steps; explained_variance and below: before the update
     losses = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     policy_loss, value_loss, entropy, kl_loss, clip_fraction = losses
     metrics = {
@@ -544,7 +540,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, as a mean over held-out items and agents; sampled with the same noise each time."""
+    """What an episode earns, as a mean over held-out items and agents; sampled from the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -568,7 +564,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     players = agents * (args.num_agents // len(agents))  # --self-play: one agent has all seats
     opponents = make_opponents(agents[0], initials[0], args)  # None: players have all seats
 
-    with run.start(agents, generator):  # resumes what was saved; saves all of it however the run ends
+    with run.start(agents, generator):  # resumes; saves models, optimisers, state, generator at the end
         for update in run.updates():
             for agent in agents:
                 if update and args.reference_update_interval and update % args.reference_update_interval == 0:
