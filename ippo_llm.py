@@ -11,14 +11,14 @@ probability ratio and no clip (ppo_llm.py has both):
     actor     maximises  mean of  log pi(a_t|h_t) A'_t + entropy_coef H(pi(.|h_t))
     critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
                          V_clip: V(h_t) within value_clip_range of V_old(h_t)
-
-The means are over a mini-batch's sampled tokens. pi_old, V_old, r, A and R are computed once, before the optimiser
-steps; a cut counts as an end. KL penalty, s and b_k are not on the page. Here
-
+    with
     e_k     = what it earns in turn k and until it acts again, / (s + reward_norm_eps)
-    s       = max(std over episodes of what it earns, 0.98 * s of the last update)
-    V(h_t)  = critic(h_t) + b_k;  b_k: mean of the sum of e_j, j >= k, over the episodes in which it acts in turn k
+    s       = max(std over episodes of what it earns once it has acted, 0.98 * s of the last update)
+    V(h_t)  = critic(h_t) + m_k;  m_k: mean of the sum of e_j, j >= k, over the episodes in which it acts in turn k
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
+
+Means are over sampled tokens of a mini-batch. pi_old, V_old, r, A, R are of before the optimiser steps; all but the
+first are off-policy. A cut counts as an end. The KL penalty, s and m_k are not on CoMLRL's page.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -138,7 +138,7 @@ class Agent:
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
         self.end_ids = initial.end_ids  # tokens that end an answer
-        self.longest_prompt = initial.longest_prompt  # tokens of a context that leave room for max_new_tokens
+        self.longest_prompt = initial.longest_prompt  # most tokens of a context that leaves room for max_new_tokens
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
@@ -218,12 +218,14 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
+    rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
         self.turns += [turn] * len(ids)
+        self.rewards += [0.0] * len(ids)
 
 
 @dataclass
@@ -233,10 +235,10 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; before the first: none
+    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted; not in learn, but in maac_llm.py's
-    truncated: torch.Tensor  # [B] True where the episode was cut; not in learn, but in ppo_llm.py's
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
+    truncated: torch.Tensor  # [B] True where the episode was cut; learn takes it for an end
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -272,11 +274,11 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript after one turn, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
+    A transcript as turn 2 begins, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
 
         <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # that of --env or the task, or the above
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
     truncated = set()  # episodes that were cut, by the environment or for lack of room
@@ -286,7 +288,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, after an end token if max_new_tokens left the last answer without one
+                    # As tokens, as far as there is room; first an end token, if the last answer has none
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # cut for all agents, before anyone answers
@@ -302,14 +304,15 @@ def play(agents, task, items, args, generator):
             if not any(actions):
                 break
             observations, rewards, cut = env.step(actions)
-            truncated |= cut
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
+                    if own[b].answers and b not in truncated:  # it has acted, and has read nothing since
+                        own[b].rewards[-1] += reward
+            truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # pad_right pads lists to tensors, and puts what is earned on the tokens
     return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
@@ -333,7 +336,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """critic(h_t) of sampled tokens, [rows, S], by a critic model, or by a head on the actor, which then learns too."""
+    """critic(h_t) = V(h_t) - m_k, [rows, S], by a critic model, or by a head on the actor, which then learns too."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
@@ -365,16 +368,16 @@ def learn(agent, rollout, args, generator):
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls by 2 % at most: noise stays small
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: noise is not blown up
         rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
 
-    # 2. The baseline b_k. V = b_k + critic: the critic, 0 at first, learns what differs between episodes
+    # 2. The baseline m_k. V = m_k + critic: the critic, 0 at first, learns the rest
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = torch.zeros_like(rewards)
     for k in range(1, distributed.max(rollout.turns) + 1):
         in_turn = (rollout.turns == k).float()
         is_first = in_turn * (in_turn.cumsum(1) == 1)  # one token of each episode: long answers weigh no more
-        baseline += in_turn * distributed.masked_mean(rewards_to_go, is_first)  # b_k; 0 where there is none
+        baseline += in_turn * distributed.masked_mean(rewards_to_go, is_first)  # m_k; 0 where there is none
 
     # 3. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
@@ -463,7 +466,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
 
-    with run.start(agents, generator):  # resumes; saves models, optimisers, state, generator at the end
+    with run.start(agents, generator):  # resumes; saves by --save-interval, and when it ends or is stopped
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

@@ -6,17 +6,17 @@ log pi sums over its tokens. As in CoMLRL the policy loss has no probability rat
 
     r_t     = e_t - kl_coef (sum over agents of log pi_old - log pi_ref)
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, of all agents; V_old = 0 after the last turn
-    actor i   maximises  mean of  log pi(a_t^i|h_t^i) A'_t + entropy_coef * mean over its tokens of H
+    actor i   maximises  mean of  log pi(a_t^i|h_t^i) A'_t  + entropy_coef * mean over its tokens of H
     critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
-
-The means are over a mini-batch's turns in which any agent acts. pi_old, V_old, r and A are computed once, before the
-optimiser steps; a cut counts as an end. Opposite rewards average to 0. KL penalty, s and b_t are not on CoMLRL's page.
-Here
-
+    with
     e_t     = mean of what the agents earn in turn t, / (s + reward_norm_eps)
     s       = max(std of what episodes earn, 0.98 * s of the last update)
-    V(h_t)  = critic(h_t) + b_t;  b_t: mean of the sum of e_j, j >= t, over the episodes that have a turn t
+    V(h_t)  = critic(h_t) + m_t;  m_t: mean of the sum of e_j, j >= t, over the episodes that have a turn t
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
+
+Means are over a mini-batch's turns in which any agent acts. pi_old, V_old, r, A are of before the optimiser steps: all
+but the first are off-policy. A cut counts as an end. Opposite rewards average to 0, and teach nothing. The KL penalty,
+s and m_t are not on CoMLRL's page.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -132,7 +132,7 @@ class Agent:
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
         self.end_ids = initial.end_ids  # tokens that end an answer
-        self.longest_prompt = initial.longest_prompt  # tokens of a context that leave room for max_new_tokens
+        self.longest_prompt = initial.longest_prompt  # most tokens of a context that leaves room for max_new_tokens
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         self.optimizer = models.adamw([self.actor], args.actor_learning_rate, args)
@@ -145,7 +145,7 @@ class Critic:
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # [n, D] to [n]; starts at 0
-        self.state = {"std": 0.0}  # the last s, of the rewards; what is in here is saved with the run
+        self.state = {"std": 0.0}  # the last s; what is in here is saved with the run; keep it if the critic goes
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
@@ -216,12 +216,14 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
+    rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
         self.turns += [turn] * len(ids)
+        self.rewards += [0.0] * len(ids)
 
 
 @dataclass
@@ -231,10 +233,10 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; before the first: none
+    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next; not in learn
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted; not in learn, but in maac_llm.py's
-    truncated: torch.Tensor  # [B] True where the episode was cut; not in learn, but in ppo_llm.py's
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted: learn reads these
+    truncated: torch.Tensor  # [B] True where the episode was cut; learn takes it for an end
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -270,11 +272,11 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript after one turn, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
+    A transcript as turn 2 begins, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
 
         <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # that of --env or the task, or the above
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
     truncated = set()  # episodes that were cut, by the environment or for lack of room
@@ -284,7 +286,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, after an end token if max_new_tokens left the last answer without one
+                    # As tokens, as far as there is room; first an end token, if the last answer has none
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # cut for all agents, before anyone answers
@@ -300,14 +302,15 @@ def play(agents, task, items, args, generator):
             if not any(actions):
                 break
             observations, rewards, cut = env.step(actions)
-            truncated |= cut
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
+                    if own[b].answers and b not in truncated:  # it has acted, and has read nothing since
+                        own[b].rewards[-1] += reward
+            truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # pad_right pads lists to tensors, and puts what is earned on the tokens
     return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
@@ -332,7 +335,7 @@ def policy_forward(policy, rollout, rows, args):
 
 @dataclass
 class TeamText:
-    """What the critic reads of B episodes. V(h_t) is read just before the t-th <end>. Two agents, two turns:
+    """What the critic reads of B episodes. V(h_t) is read just before the <end> that marks turn t:
     Agent 0 reads: prompt  Agent 1 reads: prompt  <end>  Agent 0 writes: answer  Agent 1 writes: answer
     Agent 0 reads: reply   Agent 1 reads: reply   <end>  Agent 0 writes: answer  Agent 1 writes: answer
     """
@@ -353,24 +356,24 @@ def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
-    earned = [[[own.get(t, 0.0) for t in range(num_turns + 1)] for own in rollout.earned] for rollout in rollouts]
-    rewards = torch.tensor(earned, device=masks[0].device).mean(0)  # [B, T + 1] of turn t in column t; of all agents
+    # [B, T + 1] the mean over agents of what they earn in turn t, in column t
+    rewards = sum(models.rewards_by_turn(rollout, num_turns) for rollout in rollouts) / len(agents)
     num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for rollout, mask in zip(rollouts, masks))
     played = num_sampled.clamp(max=1)  # [B, T + 1] 1 on turns in which anyone acted
 
     # 1. Rewards, in standard deviations of what an episode earns
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
-        critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # falls by 2 % at most: noise stays small
+        critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # falls slowly: noise is not blown up
         rewards = rewards / (critic.state["std"] + args.reward_norm_eps)
 
-    # 2. The baseline b_t. V = b_t + critic: the critic, 0 at first, learns what differs between episodes
+    # 2. The baseline m_t. V = m_t + critic: the critic, 0 at first, learns the rest
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1]
 
     # 3. Log-probabilities and values before the update; the KL penalty, with which the rewards are r_t
     metrics = []
-    text = TeamText(**models.join_transcripts(agents, rollouts, critic, num_turns))  # UserError: it is too long
+    text = TeamText(**models.join_transcripts(agents, rollouts, critic, num_turns))  # ends the run if it is too long
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
         for agent, rollout, mask in zip(agents, rollouts, masks):
@@ -463,7 +466,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
     critic = Critic(initials[0], len(batches), args)
 
-    with run.start([*agents, critic], generator):  # resumes; saves models, optimisers, state, generator at the end
+    with run.start([*agents, critic], generator):  # resumes; saves by --save-interval, and when it ends or is stopped
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

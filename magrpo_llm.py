@@ -127,7 +127,7 @@ class Agent:
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
         self.end_ids = initial.end_ids  # tokens that end an answer
-        self.longest_prompt = initial.longest_prompt  # tokens of a context that leave room for max_new_tokens
+        self.longest_prompt = initial.longest_prompt  # most tokens of a context that leaves room for max_new_tokens
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
 
@@ -201,12 +201,14 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
+    rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
         self.turns += [turn] * len(ids)
+        self.rewards += [0.0] * len(ids)
 
 
 @dataclass
@@ -216,10 +218,10 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; before the first: none
+    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted; not in learn, but in maac_llm.py's
-    truncated: torch.Tensor  # [B] True where the episode was cut; not in learn, but in ppo_llm.py's
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
+    truncated: torch.Tensor  # [B] True where the episode was cut; learn takes it for an end
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -255,11 +257,11 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript after one turn, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
+    A transcript as turn 2 begins, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
 
         <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # that of --env or the task, or the above
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
     truncated = set()  # episodes that were cut, by the environment or for lack of room
@@ -269,7 +271,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, after an end token if max_new_tokens left the last answer without one
+                    # As tokens, as far as there is room; first an end token, if the last answer has none
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # cut for all agents, before anyone answers
@@ -285,14 +287,15 @@ def play(agents, task, items, args, generator):
             if not any(actions):
                 break
             observations, rewards, cut = env.step(actions)
-            truncated |= cut
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
+                    if own[b].answers and b not in truncated:  # it has acted, and has read nothing since
+                        own[b].rewards[-1] += reward
+            truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # pad_right pads lists to tensors, and puts what is earned on the tokens
     return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
@@ -421,7 +424,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
 
-    with run.start(agents, generator):  # resumes; saves models, optimisers, state, generator at the end
+    with run.start(agents, generator):  # resumes; saves by --save-interval, and when it ends or is stopped
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

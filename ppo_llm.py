@@ -5,8 +5,8 @@ Each agent has its own actor and critic: adapters on a base that agents share (-
 has read and written before it samples a_t, its action, a token of turn k:
 
     r_t     = what it earns from a_t until its next action
-    b_k     = mean of what it earns from turn k on     undiscounted, over episodes in which it acts in turn k
-    V(h_t)  = critic(h_t) + b_k                        b_k, own episode included, is an addition to AgileRL's page
+    m_k     = mean of what it earns from turn k on     undiscounted, over episodes in which it acts in turn k
+    V(h_t)  = critic(h_t) + m_k                        m_k, own episode included, is an addition to AgileRL's page
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
@@ -47,7 +47,7 @@ from transformers import set_seed
 from utils import distributed, models, tasks
 from utils.cli import Fraction, command_line, flags, needs, not_with
 from utils.clock import timed
-from utils.envs.guess import guess_value, optimum  # noqa: F401  the optimum is drawn beside the curve
+from utils.envs.guess import guess_value, optimum  # noqa: F401  utils.run draws it beside the curve
 from utils.opponents import make_opponents
 from utils.run import FolderArgs, Run
 
@@ -60,10 +60,10 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1
     self_play: bool = False  # one agent in all --num-agents seats, which learns from all their transcripts
-    # earlier copies to keep: it learns in one seat, another in each update, which draws who sits in the others
+    # earlier copies to keep, which fill all seats but one, drawn anew in each update; the learner's seat rotates
     opponents: NonNegativeInt = needs("self_play", default=0)
     opponent_interval: PositiveInt = needs("opponents", default=10)  # updates between copies; the oldest leaves
-    opponent_run: str | None = needs("self_play")  # in place of copies the agents of this run's folder, as they ended
+    opponent_run: str | None = needs("self_play")  # folder of another run, whose final agents are the opponents
     use_separate_critic: bool = True  # a critic has adapters, or a model, of its own; else a value head on the actor
     lora_rank: NonNegativeInt = 16  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     use_separate_reference_adapter: bool = True  # the reference has adapters of its own; else it is the initial model
@@ -94,7 +94,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     gae_lambda: Fraction = 0.85  # 0.95 for long answers in one turn
     reward_normalization: bool = False  # divide rewards by the standard deviation of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
-    turn_baseline: bool = True  # b_k is of each turn; else one mean over all turns
+    turn_baseline: bool = True  # m_k is of each turn; else one mean over all turns
     advantage_normalization: bool = True  # centre and scale advantages over the rollout's actions
 
     # Optimisation
@@ -103,8 +103,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # the ratio of a turn, not of a token
     turn_level_clip: bool = not_with("action_granularity=token", "action_granularity=auto&num_turns=1", default=False)
     kl_loss_coef: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference
-    mini_batch_size: PositiveInt = 16  # rows (--self-play: one for each seat) of an optimiser step, of all processes
-    micro_batch_size: PositiveInt = 16  # rows of a forward pass, of one process
+    mini_batch_size: PositiveInt = 16  # transcripts of a step, of all processes (--self-play: an episode has several)
+    micro_batch_size: PositiveInt = 16  # transcripts of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0
     entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # to which it goes as a line over the run
     value_loss_coef: NonNegativeFloat = 0.5
@@ -116,7 +116,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# utils.envs.Games plays B of these, of --num-turns at most; what is truncated is cut. The TeamEnv below is for tasks.
+# utils.envs.Games makes B of these a TeamEnv, of --num-turns at most (an end); what is truncated is cut. The TeamEnv
+# below is for tasks.
 
 
 class Env:
@@ -165,7 +166,7 @@ class Agent:
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
         self.end_ids = initial.end_ids  # tokens that end an answer
-        self.longest_prompt = initial.longest_prompt  # tokens of a context that leave room for max_new_tokens
+        self.longest_prompt = initial.longest_prompt  # most tokens of a context that leaves room for max_new_tokens
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         own_reference = args.use_separate_reference_adapter
         self.reference = initial.frozen_copy(f"agent_{i}_reference") if own_reference else initial.policy
@@ -247,12 +248,14 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
+    rewards: list = field(default_factory=list)  # of each token
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
     def extend(self, ids, turn=0):
         self.ids += ids
         self.turns += [turn] * len(ids)
+        self.rewards += [0.0] * len(ids)
 
 
 @dataclass
@@ -262,10 +265,10 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; before the first: none
+    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted; not in learn, but in maac_llm.py's
-    truncated: torch.Tensor  # [B] True where the episode was cut; not in learn, but in ppo_llm.py's
+    earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
+    truncated: torch.Tensor  # [B] True where the episode was cut
 
 
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
@@ -301,11 +304,11 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript after one turn, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
+    A transcript as turn 2 begins, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
 
         <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # that of --env or the task, or the above
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
     truncated = set()  # episodes that were cut, by the environment or for lack of room
@@ -315,7 +318,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, after an end token if max_new_tokens left the last answer without one
+                    # As tokens, as far as there is room; first an end token, if the last answer has none
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # cut for all agents, before anyone answers
@@ -331,14 +334,15 @@ def play(agents, task, items, args, generator):
             if not any(actions):
                 break
             observations, rewards, cut = env.step(actions)
-            truncated |= cut
             for own, own_rewards in zip(transcripts, rewards):
                 for b, reward in own_rewards.items():
                     own[b].earned[turn] = reward
+                    if own[b].answers and b not in truncated:  # it has acted, and has read nothing since
+                        own[b].rewards[-1] += reward
+            truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
-    # pad_right pads lists to tensors, and puts what is earned on the tokens
     return [Rollout(**models.pad_right(own, agent, truncated)) for agent, own in zip(agents, transcripts)]
 
 
@@ -362,7 +366,7 @@ def policy_forward(policy, rollout, where, rows, args):
 
 
 def critic_forward(agent, rollout, where, rows, hidden_states):
-    """critic(h_t) at these places, [rows, S], by a critic of its own, or a head on the actor, which then learns too."""
+    """critic(h_t) = V(h_t) - m_k at these places, [rows, S], by a critic, or a head on the actor, which learns too."""
     where = where[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=where).hidden_states
@@ -390,21 +394,21 @@ def sum_by_action(x, start):
     return torch.zeros_like(x).scatter_add(1, start, x)
 
 
-def turn_baseline(rewards, turns, is_first, is_last, is_bootstrap):
-    """b_k on the tokens of turn k, [B, S]: the mean that episodes earn from turn k on where the agent acts in it.
+def mean_rewards_to_go(rewards, turns, is_first, is_last, is_bootstrap):
+    """m_k on the tokens of turn k, [B, S]: the mean that episodes earn from turn k on where the agent acts in it.
 
-    In the column behind a cut turn k: the mean of what follows turn k where the agent acts again; if nowhere, b_k. So
-    rows of self-play have means of their own seat, where seats move one after the other.
+    Behind a transcript that was cut, whose last turn is k: the mean of what is earned after turn k where the agent acts
+    again; if nowhere, m_k. Where seats of self-play move one after the other, each row so has the means of its seat.
     """
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     last_turn = turns.amax(1, keepdim=True)  # [B, 1]
     baseline = torch.zeros_like(rewards)
     for k in range(1, distributed.max(turns) + 1):
         in_turn = turns == k
-        b_k = distributed.masked_mean(rewards_to_go, is_first * in_turn)
-        baseline += in_turn * b_k
+        m_k = distributed.masked_mean(rewards_to_go, is_first * in_turn)
+        baseline += in_turn * m_k
         goes_on = is_last * in_turn * (last_turn > k)
-        b_end = b_k
+        b_end = m_k
         if distributed.max(goes_on):
             b_end = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), goes_on)
         baseline += is_bootstrap * (last_turn == k) * b_end
@@ -437,13 +441,13 @@ def learn(agent, rollout, args, generator):
     is_bootstrap = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
     where = (mask > 0) | is_bootstrap  # [B, S] where policy and critic are read; log pi of a cut end is masked out
 
-    # 3. Rewards, and the baseline b_k. V = b_k + critic; the critic's output starts at 0, so that V starts at b_k
+    # 3. Rewards, and the baseline m_k. V = m_k + critic; the critic's output starts at 0, so that V starts at m_k
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
     turns = rollout.turns if args.turn_baseline else rollout.turns.clamp(max=1)
-    baseline = turn_baseline(rewards, turns, is_first, is_last, is_bootstrap)
+    baseline = mean_rewards_to_go(rewards, turns, is_first, is_last, is_bootstrap)
 
     # 4. Log-probabilities and values before the update: one pass of actor, critic and, with a KL loss, reference
     old_logprobs = torch.zeros_like(mask)
@@ -464,7 +468,7 @@ def learn(agent, rollout, args, generator):
     advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls by 2 % at most: noise stays small
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: noise is not blown up
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
     advantages = advantages.gather(1, start)  # each token has that of its action
 
@@ -564,7 +568,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     players = agents * (args.num_agents // len(agents))  # --self-play: one agent has all seats
     opponents = make_opponents(agents[0], initials[0], args)  # None: players have all seats
 
-    with run.start(agents, generator):  # resumes; saves models, optimisers, state, generator at the end
+    with run.start(agents, generator):  # resumes; saves by --save-interval, and when it ends or is stopped
         for update in run.updates():
             for agent in agents:
                 if update and args.reference_update_interval and update % args.reference_update_interval == 0:

@@ -247,7 +247,7 @@ def test_joined_rollouts_are_the_rows_of_all_seats(tokenizer):
     for k, transcript in enumerate(transcripts):
         transcript.extend([7] * (k + 1))
         transcript.extend([8, 9], turn=1 + k // 2)
-        transcript.earned[1 + k // 2] = float(k)
+        transcript.rewards[-1] = float(k)
         transcript.answers.append(str(k))
     rollouts = [ppo_llm.Rollout(**models.pad_right(own, agent)) for own in (transcripts[:2], transcripts[2:])]
     whole = ppo_llm.Rollout(**models.pad_right(transcripts, agent))

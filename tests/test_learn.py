@@ -45,7 +45,7 @@ def seeded(seed=0):
 
 
 def make_transcripts(script, tokenizer, episodes, seed=0):
-    """Transcripts of random tokens, with a random reward for each turn."""
+    """Transcripts of random tokens, with a random reward on the last token of each turn."""
     generator = seeded(seed)
     transcripts = []
     for pieces in episodes:
@@ -54,7 +54,8 @@ def make_transcripts(script, tokenizer, episodes, seed=0):
             ids = torch.randint(5, 768, (length,), generator=generator).tolist()
             transcript.extend(ids, turn)
             if turn:
-                transcript.earned[turn] = torch.randn((), generator=generator).item()
+                transcript.rewards[-1] = torch.randn((), generator=generator).item()
+                transcript.earned[turn] = transcript.rewards[-1]
                 transcript.answers.append(tokenizer.decode(ids, skip_special_tokens=True))
         transcripts.append(transcript)
     return transcripts
@@ -155,11 +156,8 @@ def read(learner, transcript, args):
             hidden_states, _ = hidden_states_of(learner.critic, transcript.ids)
         values = value_of(learner, hidden_states)
     tokens = []
-    for t, (token, turn) in enumerate(zip(transcript.ids, transcript.turns)):
+    for t, (token, turn, reward) in enumerate(zip(transcript.ids, transcript.turns, transcript.rewards)):
         if turn:
-            is_last = turn not in transcript.turns[t + 1 :]
-            until = min([k for k in transcript.turns if k > turn], default=math.inf)  # the next turn in which it acts
-            reward = is_last * sum(own for k, own in transcript.earned.items() if turn <= k < until)
             before = log_pi[t - 1]
             entropy = -(before.exp() * before).sum()
             tokens.append(Token(turn, reward, before[token], log_ref[t - 1, token], entropy, values[t - 1]))
@@ -391,7 +389,6 @@ def test_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch, case):
     if case == "ppo of tokens":  # self-play: rows of a seat that acts in odd turns, and of one that acts in even turns
         for b, transcript in enumerate(transcripts):
             transcript.turns = [turn and 2 * turn - 1 + b % 2 for turn in transcript.turns]
-            transcript.earned = {2 * turn - 1 + b % 2: reward for turn, reward in transcript.earned.items()}
     targets = Targets(script, Exact([agent]), transcripts, args)
     steps = watch_steps(monkeypatch, [agent])
     rollout = script.Rollout(**models.pad_right(transcripts, agent, TRUNCATED))
@@ -461,7 +458,8 @@ def test_a_teams_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch,
     teams = [
         make_transcripts(maac_llm, critic.critic.tokenizer, own, k) for k, own in enumerate((EPISODES, OTHER_EPISODES))
     ]
-    teams[1][3].earned[3] = 0.7  # in which agent 0 acts alone
+    teams[1][3].rewards[-1] += 0.7  # on its last token; it is earned in turn 3, in which agent 0 acts alone
+    teams[1][3].earned[3] = 0.7
     episodes = [*zip(*teams)]
     exact = Exact([*agents, critic])
 
@@ -582,6 +580,9 @@ def test_a_rollout_in_which_all_earn_the_same_moves_no_actor(initials, tokenizer
     agents = [script.Agent(i, initial, 10, args) for i, initial in enumerate(initials(args))]
     transcripts = make_transcripts(script, tokenizer, [[(5 + k, 0), (2, 1), (3, 0), (3, 2)] for k in range(10)])
     for transcript in transcripts:
+        transcript.rewards = [
+            0.3 * (k in (len(transcript.ids) - 1, transcript.turns.index(1) + 1)) for k in range(len(transcript.ids))
+        ]
         transcript.earned = {1: 0.3, 2: 0.3}
     before = [parameter.clone() for agent in agents for parameter in agent.actor.parameters()]
     rollouts = [script.Rollout(**models.pad_right(transcripts, agent)) for agent in agents]

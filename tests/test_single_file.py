@@ -40,7 +40,7 @@ OWN = {  # what scripts have of their own, or lack, beside ippo_llm.py
         "external_transition",
         "Env",
         "sum_by_action",
-        "turn_baseline",
+        "mean_rewards_to_go",
     },
 }
 
@@ -50,13 +50,17 @@ def text_of(script):
 
 
 def definitions(script):
-    """The source of every function and class at the top of a script, decorators included, by name."""
+    """The source of every function and class at the top of a script, decorators included, by name; of Rollout its code
+    alone: comments on its fields say what that script's `learn` reads.
+    """
     lines = text_of(script).splitlines()
     found = {}
     for node in ast.parse(text_of(script)).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+            if node.name == "Rollout":
+                found[node.name] = ast.unparse(node)
     return found
 
 

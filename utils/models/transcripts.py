@@ -248,22 +248,11 @@ def pad_right(transcripts, agent, truncated=()):
         "ids": rows([each.ids for each in transcripts], agent.tokenizer.pad_token_id, torch.long),
         "attention_mask": rows([[1] * len(each.ids) for each in transcripts], 0, torch.long),
         "turns": rows([each.turns for each in transcripts], 0, torch.long),
-        "rewards": rows([token_rewards(each) for each in transcripts], 0.0, torch.float32),
+        "rewards": rows([each.rewards for each in transcripts], 0.0, torch.float32),
         "answers": [each.answers for each in transcripts],
         "earned": [each.earned for each in transcripts],
         "truncated": torch.tensor(was_cut, dtype=torch.bool, device=device),
     }
-
-
-def token_rewards(transcript):
-    """What is earned, on the last token of the answer before it; what is earned before a first answer is left out."""
-    rewards = [0.0] * len(transcript.ids)
-    last_tokens = {turn: t for t, turn in enumerate(transcript.turns) if turn}
-    for turn, reward in transcript.earned.items():
-        answered = [k for k in last_tokens if k <= turn]
-        if answered:
-            rewards[last_tokens[max(answered)]] += reward
-    return rewards
 
 
 def unflatten(x, mask):
@@ -355,7 +344,7 @@ def join_transcripts(agents, rollouts, critic, num_turns):
     rows = []
     for b in range(len(rollouts[0].ids)):
         own_turns = [split_turns(rollout, b, agent) for agent, rollout in zip(agents, rollouts)]
-        row = Row([], [])
+        row = Row()
         for turn in range(1, num_turns + 1):
             acting = {i: turns[turn] for i, turns in enumerate(own_turns) if turn in turns}
             if not acting:
@@ -379,10 +368,11 @@ def join_transcripts(agents, rollouts, critic, num_turns):
 class Row:
     """A text of a team, as pad_right takes it."""
 
-    ids: list
-    turns: list
-    answers: list = field(default_factory=list)
-    earned: dict = field(default_factory=dict)
+    ids: list = field(default_factory=list)
+    turns: list = field(default_factory=list)
+    rewards: tuple = ()
+    answers: tuple = ()
+    earned: tuple = ()
 
 
 # --- Sampling ---------------------------------------------------------------------------------------------------------
