@@ -7,17 +7,16 @@ CoMLRL's page the policy loss has no probability ratio and no clip (ppo_llm.py h
 
     r_t     = e_k - kl_coef (log pi_old - log pi_ref)
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error; t + 1: its next answer; V_old = 0 after the last
-    actor     maximises  mean of  log pi(a_t|h_t) A'_t  + entropy_coef * mean over tokens of H;  R_t = A_t + V_old(h_t)
+    actor     maximises  mean of  log pi(a_t|h_t) A'_t  + entropy_coef * mean over tokens of H
     critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
-                         V_clip: V(h_t) within value_clip_range of V_old(h_t)
-    with
-    e_k     = what it earns in turn k and until it acts again, / (s + reward_norm_eps)
+                         R_t = A_t + V_old(h_t), V_clip: V(h_t) within value_clip_range of V_old(h_t)
+    e_k     = (what it earns from turn k until it acts again) / (s + reward_norm_eps)
     s       = max(std over episodes of what it earns once it has acted, 0.98 * s of the last update)
     V(h_t)  = critic(h_t) + m_k;  m_k: mean of the sum of e_j, j >= k, over the episodes in which it acts in turn k
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
 
-Means are over a mini-batch's answers. pi_old, V_old, r, A, R are of before the optimiser steps: all but the first are
-off-policy. A cut counts as an end. The KL penalty, s and m_k are not on CoMLRL's page.
+The losses' means are over a mini-batch's answers. pi_old, V_old, r, A and R are from before the optimiser steps; every
+step but the first is off-policy. A cut counts as an end. KL penalty, s and m_k are not on CoMLRL's page.
 
     python iac_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 iac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -91,8 +90,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. Each names the arguments that it wants, such as items, histories (all: docs/tasks.md).
-# tasks.load_task wraps them: it passes those, checks what they return, and gives each agent a copy of a team's floats.
+# A task is these functions. tasks.load_task wraps them: each gets the arguments that it names (all: docs/tasks.md),
+# what it returns is checked, and a team's floats are copied to each agent.
 
 
 def train_dataset(size, seed):
@@ -140,7 +139,7 @@ class Agent:
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
-        self.value_head = models.ValueHead(self.critic or self.actor, args)  # [n, D] to [n]; starts at 0
+        self.value_head = models.ValueHead(self.critic or self.actor, args)  # a layer, [n, D] to [n]; starts at 0
 
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
@@ -177,7 +176,7 @@ class TeamEnv:
         return self.observe(chats)
 
     def observe(self, chats):
-        """The observations of {episode: N chats}."""
+        """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
         for b in chats:
             for own, chat in zip(self.histories[b], chats[b]):
                 own.append(chat)
@@ -236,10 +235,10 @@ class Rollout:
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
-    truncated: torch.Tensor  # [B] True where the episode was cut; learn takes it for an end
+    truncated: torch.Tensor  # [B] True where the episode was cut; V = 0 there all the same
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; none: []; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
@@ -286,10 +285,10 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, as far as there is room; first an end token, if the last answer has none
+                    # As tokens, cut at the model's longest context; first an end token, if the last answer has none
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # cut for all agents, before anyone answers
+                        truncated.add(b)  # it is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
@@ -303,10 +302,10 @@ def play(agents, task, items, args, generator):
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):
-                for b, reward in own_rewards.items():
-                    own[b].earned[turn] = reward
-                    if own[b].answers and b not in truncated:  # it has acted, and has read nothing since
-                        own[b].rewards[-1] += reward
+                for b in own_rewards.keys() - truncated:
+                    own[b].earned[turn] = own_rewards[b]
+                    if own[b].answers:  # it has acted, and its last token is one that it sampled
+                        own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -334,7 +333,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """critic(h_t) = V(h_t) - m_k, [rows, S], by a critic model, or by a head on the actor, which then learns too."""
+    """critic(h_t), read before each sampled token, [rows, S]: a model, or a head on the actor, which learns too."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
@@ -369,7 +368,7 @@ def learn(agent, rollout, args, generator):
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: noise is not blown up
         rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
 
-    # 2. The baseline m_k. V = m_k + critic: the critic, 0 at first, learns the rest
+    # 2. m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. V = m_k + critic
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = torch.zeros_like(rewards)
     for k in range(1, distributed.max(rollout.turns) + 1):
@@ -401,7 +400,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process: gradients are averaged
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as of gradients
             num_answers = distributed.mean(is_first[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
@@ -426,7 +425,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is of before the steps
+    # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is from before them
     policy_loss, value_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,

@@ -8,15 +8,14 @@ log pi sums over its tokens. As in CoMLRL the policy loss has no probability rat
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, of all agents; V_old = 0 after the last turn
     actor i   maximises  mean of  log pi(a_t^i|h_t^i) A'_t  + entropy_coef * mean over its tokens of H
     critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
-    with
-    e_t     = mean of what the agents earn in turn t, / (s + reward_norm_eps)
+    e_t     = (mean of what the agents earn in turn t) / (s + reward_norm_eps)
     s       = max(std of what episodes earn, 0.98 * s of the last update)
     V(h_t)  = critic(h_t) + m_t;  m_t: mean of the sum of e_j, j >= t, over the episodes that have a turn t
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
 
-Means are over a mini-batch's turns in which any agent acts. pi_old, V_old, r, A are of before the optimiser steps: all
-but the first are off-policy. A cut counts as an end. Opposite rewards average to 0, and teach nothing. The KL penalty,
-s and m_t are not on CoMLRL's page.
+The losses' means are over a mini-batch's turns in which any agent acts (of H: an agent's tokens). pi_old, V_old, r and
+A are from before the optimiser steps; every step but the first is off-policy. A cut counts as an end. Opposite rewards
+average to 0. KL penalty, s and m_t are not on CoMLRL's page.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -87,8 +86,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. Each names the arguments that it wants, such as items, histories (all: docs/tasks.md).
-# tasks.load_task wraps them: it passes those, checks what they return, and gives each agent a copy of a team's floats.
+# A task is these functions. tasks.load_task wraps them: each gets the arguments that it names (all: docs/tasks.md),
+# what it returns is checked, and a team's floats are copied to each agent.
 
 
 def train_dataset(size, seed):
@@ -144,7 +143,7 @@ class Critic:
 
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
-        self.value_head = models.ValueHead(self.critic, args)  # [n, D] to [n]; starts at 0
+        self.value_head = models.ValueHead(self.critic, args)  # a layer, [n, D] to [n]; starts at 0
         self.state = {"std": 0.0}  # the last s; what is in here is saved with the run; keep it if the critic goes
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
@@ -177,7 +176,7 @@ class TeamEnv:
         return self.observe(chats)
 
     def observe(self, chats):
-        """The observations of {episode: N chats}."""
+        """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
         for b in chats:
             for own, chat in zip(self.histories[b], chats[b]):
                 own.append(chat)
@@ -236,10 +235,10 @@ class Rollout:
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next; not in learn
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted: learn reads these
-    truncated: torch.Tensor  # [B] True where the episode was cut; learn takes it for an end
+    truncated: torch.Tensor  # [B] True where the episode was cut; V = 0 there all the same
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; none: []; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
@@ -286,10 +285,10 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, as far as there is room; first an end token, if the last answer has none
+                    # As tokens, cut at the model's longest context; first an end token, if the last answer has none
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # cut for all agents, before anyone answers
+                        truncated.add(b)  # it is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
@@ -303,10 +302,10 @@ def play(agents, task, items, args, generator):
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):
-                for b, reward in own_rewards.items():
-                    own[b].earned[turn] = reward
-                    if own[b].answers and b not in truncated:  # it has acted, and has read nothing since
-                        own[b].rewards[-1] += reward
+                for b in own_rewards.keys() - truncated:
+                    own[b].earned[turn] = own_rewards[b]
+                    if own[b].answers:  # it has acted, and its last token is one that it sampled
+                        own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -356,7 +355,7 @@ def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
-    # [B, T + 1] the mean over agents of what they earn in turn t, in column t
+    # [B, T + 1] the mean over agents of what they earn in turn t, in column t; column 0 is for tokens that are read
     rewards = sum(models.rewards_by_turn(rollout, num_turns) for rollout in rollouts) / len(agents)
     num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for rollout, mask in zip(rollouts, masks))
     played = num_sampled.clamp(max=1)  # [B, T + 1] 1 on turns in which anyone acted
@@ -365,9 +364,9 @@ def learn(agents, critic, rollouts, args, generator):
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
         critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # falls slowly: noise is not blown up
-        rewards = rewards / (critic.state["std"] + args.reward_norm_eps)
+        rewards = rewards / (critic.state["std"] + args.reward_norm_eps)  # e_t
 
-    # 2. The baseline m_t. V = m_t + critic: the critic, 0 at first, learns the rest
+    # 2. m_t: what is still earned from turn t on, undiscounted, a mean over this rollout. V = m_t + critic
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1]
 
@@ -402,7 +401,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # per process, as gradients are
+            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # of a process, as gradients are
             num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1e-6) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
                 for agent, rollout, mask, count in zip(agents, rollouts, masks, num_tokens):
@@ -426,7 +425,7 @@ def learn(agents, critic, rollouts, args, generator):
     for learner in *agents, critic:
         learner.schedule.step()
 
-    # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is of before the steps
+    # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is from before them
     num_steps = args.update_epochs * len(minibatches)
     losses = torch.stack(losses).view(-1, len(agents), 2).sum(0) / num_steps
     for own, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):

@@ -5,15 +5,15 @@ times (--num-generations), and what an agent earns from a turn on is compared wi
 paper the policy loss has no probability ratio and no clip (ppo_llm.py has both). An agent gives answer a_t in turn t
 after h_t, which is all that it has read and written before; log pi(a_t|h_t) is the sum over the answer's tokens:
 
-    r_t     = what it earns until it acts again - kl_coef (log pi_old - log pi_ref); 0 in turns in which it does not act
+    r_t     = (what it earns until it acts again) - kl_coef (log pi_old - log pi_ref);  0 in turns in which it does not
     R_t     = r_t + gamma R_{t+1}                      R = 0 after its last turn
     A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
     actor     maximises  mean over answers of log pi(a_t|h_t) A_t  +  entropy_coef * mean over tokens of H
 
-These means are over a mini-batch; A_t is of before the update. --advantage-mode rloo compares with the mean of the
-group's other episodes, max with the best one, raw with nothing. As in the paper A_t are not divided by the group's
-deviation (--advantage-normalization divides). In CoMLRL each history has K answers, which makes K^T episodes of T
-turns; here K episodes are played to their ends, so that after the first turn a group's h_t differ.
+The means in the last row are over a mini-batch; A_t is from before the optimiser steps. --advantage-mode rloo compares
+with the mean of the group's other episodes, max with the best one, raw with nothing. As in the paper A_t are not
+divided by the group's deviation (--advantage-normalization divides). In CoMLRL each history has K answers, which makes
+K^T episodes of T turns; here K episodes are played to their ends, so that after the first turn a group's h_t differ.
 
     python magrpo_llm.py --num-agents 2
     torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -82,8 +82,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. Each names the arguments that it wants, such as items, histories (all: docs/tasks.md).
-# tasks.load_task wraps them: it passes those, checks what they return, and gives each agent a copy of a team's floats.
+# A task is these functions. tasks.load_task wraps them: each gets the arguments that it names (all: docs/tasks.md),
+# what it returns is checked, and a team's floats are copied to each agent.
 
 
 def train_dataset(size, seed):
@@ -162,7 +162,7 @@ class TeamEnv:
         return self.observe(chats)
 
     def observe(self, chats):
-        """The observations of {episode: N chats}."""
+        """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
         for b in chats:
             for own, chat in zip(self.histories[b], chats[b]):
                 own.append(chat)
@@ -221,10 +221,10 @@ class Rollout:
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
-    truncated: torch.Tensor  # [B] True where the episode was cut; learn takes it for an end
+    truncated: torch.Tensor  # [B] True where the episode was cut; R = 0 there all the same
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; none: []; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
@@ -271,10 +271,10 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, as far as there is room; first an end token, if the last answer has none
+                    # As tokens, cut at the model's longest context; first an end token, if the last answer has none
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # cut for all agents, before anyone answers
+                        truncated.add(b)  # it is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
@@ -288,10 +288,10 @@ def play(agents, task, items, args, generator):
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):
-                for b, reward in own_rewards.items():
-                    own[b].earned[turn] = reward
-                    if own[b].answers and b not in truncated:  # it has acted, and has read nothing since
-                        own[b].rewards[-1] += reward
+                for b in own_rewards.keys() - truncated:
+                    own[b].earned[turn] = own_rewards[b]
+                    if own[b].answers:  # it has acted, and its last token is one that it sampled
+                        own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -371,7 +371,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process: gradients are averaged
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as of gradients
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
@@ -386,7 +386,7 @@ def learn(agent, rollout, args, generator):
             agent.optimizer.zero_grad()
     agent.schedule.step()
 
-    # 5. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is of before the steps
+    # 5. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is from before them
     policy_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,

@@ -15,12 +15,12 @@ has read and written before it samples a_t, its action, a token of turn k:
     critic    minimises  mean of  value_loss_coef / 2 max((V - R_t)^2, (V_clip - R_t)^2),  V: V(h_t) of now,
                                   R_t = A_t + V_old(h_t), V_clip: V within eps of V_old(h_t)
 
-pi_old, V_old, A and R are computed once, before the optimiser steps; pi_ref is the reference. After the last action
-V_old = 0 where the episode ends, and V of all that was read and written where it is cut: by its environment, or for
-lack of room. A' = (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update). With
---action-granularity turn an action is an answer, whose tokens all have its A'; its V is that of its first token, unless
---turn-value-reduction says otherwise. Means are over a mini-batch's sampled tokens; the critic's is over its actions,
-and so is that of max(...) with --turn-level-clip, where rho is the product over an answer's tokens.
+pi_old, V_old, A and R are from before the optimiser steps; pi_ref is the reference. After the last action V_old = 0
+where the episode ends, and V of all that was read and written where it is cut: by its environment, or for lack of room.
+A' = (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update). With --action-granularity turn
+an action is an answer, whose tokens all have its A'; its V is that of its first token, unless --turn-value-reduction
+says otherwise. Means are over a mini-batch's sampled tokens; over its actions for the critic and, with
+--turn-level-clip, where rho is the product over an answer's tokens, for max(...).
 
     python ppo_llm.py                                                                      guess a number
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
@@ -116,8 +116,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# utils.envs.Games makes B of these a TeamEnv, of --num-turns at most (an end); what is truncated is cut. The TeamEnv
-# below is for tasks.
+# utils.envs.Games plays B of these as one TeamEnv. --num-turns end a game, `truncated` cuts it. Tasks use the TeamEnv
+# below.
 
 
 class Env:
@@ -171,7 +171,7 @@ class Agent:
         own_reference = args.use_separate_reference_adapter
         self.reference = initial.frozen_copy(f"agent_{i}_reference") if own_reference else initial.policy
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
-        self.value_head = models.ValueHead(self.critic or self.actor, args)  # [n, D] to [n]; starts at 0
+        self.value_head = models.ValueHead(self.critic or self.actor, args)  # a layer, [n, D] to [n]; starts at 0
 
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
@@ -209,7 +209,7 @@ class TeamEnv:
         return self.observe(chats)
 
     def observe(self, chats):
-        """The observations of {episode: N chats}."""
+        """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
         for b in chats:
             for own, chat in zip(self.histories[b], chats[b]):
                 own.append(chat)
@@ -271,7 +271,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; --use-vllm: vLLM does this
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; none: []; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
@@ -318,10 +318,10 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, as far as there is room; first an end token, if the last answer has none
+                    # As tokens, cut at the model's longest context; first an end token, if the last answer has none
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # cut for all agents, before anyone answers
+                        truncated.add(b)  # it is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):
                 episodes = [b for b in observed if b not in truncated]
@@ -335,10 +335,10 @@ def play(agents, task, items, args, generator):
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):
-                for b, reward in own_rewards.items():
-                    own[b].earned[turn] = reward
-                    if own[b].answers and b not in truncated:  # it has acted, and has read nothing since
-                        own[b].rewards[-1] += reward
+                for b in own_rewards.keys() - truncated:
+                    own[b].earned[turn] = own_rewards[b]
+                    if own[b].answers:  # it has acted, and its last token is one that it sampled
+                        own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
@@ -398,20 +398,20 @@ def mean_rewards_to_go(rewards, turns, is_first, is_last, is_bootstrap):
     """m_k on the tokens of turn k, [B, S]: the mean that episodes earn from turn k on where the agent acts in it.
 
     Behind a transcript that was cut, whose last turn is k: the mean of what is earned after turn k where the agent acts
-    again; if nowhere, m_k. Where seats of self-play move one after the other, each row so has the means of its seat.
+    again; if nowhere, m_k. So a row of self-play has the means of its own seat, where seats move one after the other.
     """
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     last_turn = turns.amax(1, keepdim=True)  # [B, 1]
     baseline = torch.zeros_like(rewards)
     for k in range(1, distributed.max(turns) + 1):
         in_turn = turns == k
-        m_k = distributed.masked_mean(rewards_to_go, is_first * in_turn)
+        m_k = distributed.masked_mean(rewards_to_go, is_first * in_turn)  # 0 if nobody acts in turn k
         baseline += in_turn * m_k
         goes_on = is_last * in_turn * (last_turn > k)
-        b_end = m_k
+        m_end = m_k  # behind a cut
         if distributed.max(goes_on):
-            b_end = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), goes_on)
-        baseline += is_bootstrap * (last_turn == k) * b_end
+            m_end = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), goes_on)
+        baseline += is_bootstrap * (last_turn == k) * m_end
     return baseline
 
 
@@ -439,7 +439,7 @@ def learn(agent, rollout, args, generator):
     last_action = (action_mask * columns).amax(1, keepdim=True).long()  # [B, 1] its column
     was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
     is_bootstrap = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
-    where = (mask > 0) | is_bootstrap  # [B, S] where policy and critic are read; log pi of a cut end is masked out
+    where = (mask > 0) | is_bootstrap  # [B, S] sampled tokens and cut ends: what step 4 reads
 
     # 3. Rewards, and the baseline m_k. V = m_k + critic; the critic's output starts at 0, so that V starts at m_k
     rewards = rollout.rewards
@@ -482,11 +482,11 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process: gradients are averaged
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as of gradients
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
-                logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, where, rows, args)
+                logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, mask > 0, rows, args)
                 log_ratio = (logprobs - old_logprobs[rows]) * mask[rows]
                 if args.turn_level_clip:
                     log_ratio = sum_by_action(log_ratio, start[rows])
@@ -501,7 +501,7 @@ def learn(agent, rollout, args, generator):
                     kl_loss = (d.exp() - d - 1).sum() / num_tokens
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
 
-                values = baseline[rows] + critic_forward(agent, rollout, where, rows, hidden_states)
+                values = baseline[rows] + critic_forward(agent, rollout, mask > 0, rows, hidden_states)
                 values = sum_by_action(values * value_weights[rows], start[rows])
                 change = (values - old_values[rows]).clamp(-args.clip_coef, args.clip_coef)
                 clipped_values = old_values[rows] + change
@@ -557,7 +557,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     args = args or Args()
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
-    task = tasks.load_task(task, args, default=sys.modules[__name__])  # the game in this file
+    task = tasks.load_task(task, args, default=sys.modules[__name__])  # Env, as a TeamEnv
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
     batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
     run = Run(args, __file__, task, batches)
