@@ -276,7 +276,7 @@ def errors(recorder, is_by_turn=False):
 
 # --- The two compared -------------------------------------------------------------------------------------------------
 
-either_game = pytest.mark.parametrize("opposite", [True, pytest.param(False, marks=pytest.mark.rest)])
+either_game = pytest.mark.parametrize("opposite", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
 @either_game

@@ -40,11 +40,10 @@ RISES = {
     ),
     "ppo on guesses": (ppo_llm, BRIEF | {"train_size": 768}, 0.2),
 }
+LONGER = {"ma": [pytest.mark.rest], "ia": [pytest.mark.slow]}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.rest] * (case[:2] in ("ma", "ia"))) for case in RISES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=LONGER.get(case[:2], [])) for case in RISES])
 def test_the_reward_rises_within_a_few_updates(tmp_path, case):
     script, flags, rise = RISES[case]
     rows = train(script, tmp_path, **flags)

@@ -118,7 +118,9 @@ def test_seats_of_three_are_drawn_from_the_copies_alike_in_all_processes():
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, {"lora_rank": 0, "use_separate_reference_adapter": False}], ids=["lora", "whole"]
+    "flags",
+    [{}, pytest.param({"lora_rank": 0, "use_separate_reference_adapter": False}, marks=pytest.mark.slow)],
+    ids=["lora", "whole"],
 )
 def test_a_run_goes_on_to_the_bit(tmp_path, flags):
     train(tmp_path / "whole", **flags)

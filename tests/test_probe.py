@@ -137,7 +137,9 @@ def run(*words):
     return subprocess.run(argv, capture_output=True, text=True, cwd=HERE, env=environment)
 
 
-@pytest.mark.parametrize("script", ["ippo_llm", pytest.param("iac_llm", marks=pytest.mark.slow), "ppo_llm"])
+@pytest.mark.parametrize(
+    "script", ["ippo_llm", *(pytest.param(script, marks=pytest.mark.slow) for script in ("iac_llm", "ppo_llm"))]
+)
 def test_a_game_is_learned_and_shown(script, tmp_path):
     own = ["--probes", "always-1", "--episodes", 1600, "--output-dir", tmp_path / "runs"]
     out = ["--json", tmp_path / "of/table.json", "--picture", tmp_path / "of/bars.png"]
