@@ -12,7 +12,7 @@ CoMLRL's page the policy loss has no probability ratio and no clip (ppo_llm.py h
                          R_t = A_t + V_old(h_t), V_clip: V(h_t) within value_clip_range of V_old(h_t)
     e_k     = (what it earns from turn k until it acts again) / (s + reward_norm_eps)
     s       = max(std over episodes of what it earns once it has acted, 0.98 * s of the last update)
-    V(h_t)  = critic(h_t) + m_k;  m_k: mean of the sum of e_j, j >= k, over the episodes in which it acts in turn k
+    V(h_t)  = critic(h_t) + m_k;  m_k: mean of the sum of e_j, its turns j >= k, over episodes in which it acts in k
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
 
 The losses' means are over a mini-batch's answers. pi_old, V_old, r, A and R are from before the optimiser steps; every
@@ -21,7 +21,7 @@ step but the first is off-policy. A cut counts as an end. KL penalty, s and m_k 
     python iac_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 iac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-Models stay in eval mode. All log pi are of logits / temperature, over the whole vocabulary, however tokens are sampled.
+Models stay in eval mode but for --lora-dropout. All log pi are of logits / temperature over the whole vocabulary.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, D units of a hidden state.
 Sources: CoMLRL's page on Multi-Agent Actor-Critic, arXiv 2601.21972 (there CoLLM-DC).
@@ -49,7 +49,7 @@ from utils.tasks.tldr import pair_reward
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
 
-    seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
+    seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2
     use_separate_critic: bool = False  # a critic is a model of its own; else a value head on the actor
@@ -238,7 +238,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut; V = 0 there all the same
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; none: []; --use-vllm: vLLM does this
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; no contexts: []; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
@@ -285,7 +285,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, cut at the model's longest context; first an end token, if the last answer has none
+                    # As tokens, cut at the model's longest context; first what ends an answer, if it is not there yet
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # it is cut for all agents, before anyone answers
@@ -400,7 +400,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as of gradients
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # over processes, as gradients are
             num_answers = distributed.mean(is_first[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)

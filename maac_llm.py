@@ -20,7 +20,7 @@ average to 0. KL penalty, s and m_t are not on CoMLRL's page.
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-Models stay in eval mode. All log pi are of logits / temperature, over the whole vocabulary, however tokens are sampled.
+Models stay in eval mode but for --lora-dropout. All log pi are of logits / temperature over the whole vocabulary.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
@@ -48,7 +48,7 @@ from utils.tasks.tldr import pair_reward
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
 
-    seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
+    seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
@@ -144,7 +144,7 @@ class Critic:
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # a layer, [n, D] to [n]; starts at 0
-        self.state = {"std": 0.0}  # the last s; what is in here is saved with the run; keep it if the critic goes
+        self.state = {"std": 0.0}  # the last s; what is in here is saved with the run; needed without a critic too
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
@@ -232,13 +232,13 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next; not in learn
+    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; not read in learn
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted: learn reads these
     truncated: torch.Tensor  # [B] True where the episode was cut; V = 0 there all the same
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; none: []; --use-vllm: vLLM does this
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; no contexts: []; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
@@ -285,7 +285,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, cut at the model's longest context; first an end token, if the last answer has none
+                    # As tokens, cut at the model's longest context; first what ends an answer, if it is not there yet
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # it is cut for all agents, before anyone answers
@@ -401,7 +401,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # of a process, as gradients are
+            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # over processes, as gradients are
             num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1e-6) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
                 for agent, rollout, mask, count in zip(agents, rollouts, masks, num_tokens):

@@ -18,7 +18,7 @@ K^T episodes of T turns; here K episodes are played to their ends, so that after
     python magrpo_llm.py --num-agents 2
     torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-Models stay in eval mode. All log pi are of logits / temperature, over the whole vocabulary, however tokens are sampled.
+Models stay in eval mode but for --lora-dropout. All log pi are of logits / temperature over the whole vocabulary.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
 Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
@@ -47,7 +47,7 @@ from utils.tasks.tldr import pair_reward
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
 
-    seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
+    seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
@@ -224,7 +224,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut; R = 0 there all the same
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; none: []; --use-vllm: vLLM does this
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; no contexts: []; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
@@ -271,7 +271,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, cut at the model's longest context; first an end token, if the last answer has none
+                    # As tokens, cut at the model's longest context; first what ends an answer, if it is not there yet
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # it is cut for all agents, before anyone answers
@@ -371,7 +371,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as of gradients
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # over processes, as gradients are
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)

@@ -16,11 +16,11 @@ has read and written before it samples a_t, its action, a token of turn k:
                                   R_t = A_t + V_old(h_t), V_clip: V within eps of V_old(h_t)
 
 pi_old, V_old, A and R are from before the optimiser steps; pi_ref is the reference. After the last action V_old = 0
-where the episode ends, and V of all that was read and written where it is cut: by its environment, or for lack of room.
-A' = (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update). With --action-granularity turn
-an action is an answer, whose tokens all have its A'; its V is that of its first token, unless --turn-value-reduction
-says otherwise. Means are over a mini-batch's sampled tokens; over its actions for the critic and, with
---turn-level-clip, where rho is the product over an answer's tokens, for max(...).
+where the episode ends, and V of all that was read and written where it is cut, by its environment or for lack of room
+(m is then of what is earned after turn k). A' = (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the
+last update). With --action-granularity turn an action is an answer, whose tokens all have its A'; its V is that of its
+first token, unless --turn-value-reduction says otherwise. Means are over a mini-batch's sampled tokens; over its
+actions for the critic and, with --turn-level-clip, where rho is the product over an answer's tokens, for max(...).
 
     python ppo_llm.py                                                                      guess a number
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
@@ -56,7 +56,7 @@ from utils.run import FolderArgs, Run
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
 
-    seed: NonNegativeInt = 1  # the same seed and as many processes give the same run
+    seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1
     self_play: bool = False  # one agent in all --num-agents seats, which learns from all their transcripts
@@ -116,7 +116,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# utils.envs.Games plays B of these as one TeamEnv. --num-turns end a game, `truncated` cuts it. Tasks use the TeamEnv
+# utils.envs.Games plays B of these as one TeamEnv. --num-turns ends a game, `truncated` cuts it. Tasks use the TeamEnv
 # below.
 
 
@@ -271,7 +271,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; none: []; --use-vllm: vLLM does this
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; no contexts: []; --use-vllm: vLLM does this
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
@@ -318,7 +318,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, cut at the model's longest context; first an end token, if the last answer has none
+                    # As tokens, cut at the model's longest context; first what ends an answer, if it is not there yet
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # it is cut for all agents, before anyone answers
@@ -457,8 +457,9 @@ def learn(agent, rollout, args, generator):
         for rows in lengths.argsort().split(args.micro_batch_size):  # rows of like length: less padding
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, where, rows, args)
             if args.kl_loss_coef > 0:
-                ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, where, rows, args)
+                ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, mask > 0, rows, args)
             token_values[rows] = baseline[rows] + critic_forward(agent, rollout, where, rows, hidden_states)
+    old_logprobs = old_logprobs.where(mask > 0, 0.0)  # not of what stands behind a cut end
     old_values = sum_by_action(token_values * value_weights, start)
 
     # 5. Advantages [B, S] of the tokens, and returns, the critic's targets. Another algorithm puts its own here
@@ -482,7 +483,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as of gradients
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # over processes, as gradients are
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):

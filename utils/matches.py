@@ -86,9 +86,9 @@ def play_matches(players, env, num_matches):
                 matches[b].moves.append((seat, text))
         if not any(actions):
             break
-        observations, rewards, cut_short = env.step(actions)
-        over |= cut_short
+        observations, rewards, cut = env.step(actions)
         for seat, own in enumerate(rewards):
-            for b, reward in own.items():
-                matches[b].earned[seat] += reward
+            for b in own.keys() - over:
+                matches[b].earned[seat] += own[b]
+        over |= cut
     return matches

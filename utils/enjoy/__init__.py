@@ -120,6 +120,7 @@ class Recorder:
     def __init__(self, env):
         self.env = env
         self.turns = []  # (observations, actions, rewards) of each
+        self.truncated = set()
 
     @property
     def failed(self):
@@ -132,7 +133,9 @@ class Recorder:
 
     def step(self, actions):
         observations, rewards, truncated = self.env.step(actions)
+        rewards = [{b: own[b] for b in own.keys() - self.truncated} for own in rewards]  # as in a script's play
         self.turns.append((self.observations, actions, rewards))
+        self.truncated |= truncated
         self.observations = observations
         return observations, rewards, truncated
 
@@ -150,7 +153,7 @@ class Recorder:
         note = getattr(self.env, "note", None)
         if b in self.dropped:
             note = getattr(self.env, "errors", {}).get(b, "the environment has dropped this episode")
-        reward = None if note else sum(map(sum, rewards)) / num_agents
+        reward = None if note else sum(own.get(b, 0.0) for *_, earned in self.turns for own in earned) / num_agents
         return {"reward": reward, "rewards": rewards, "prompts": prompts, "completions": completions, "note": note}
 
 

@@ -14,8 +14,9 @@ An environment of N players is a class TeamEnv(task, items, args) with the metho
 
     reset() -> observations, N dicts {episode: chat}
     step(actions) -> observations, rewards, truncated: N dicts {episode: answer} -> N dicts {episode: chat},
-        N dicts {episode: float}, and a set of episodes whose agents read and do not act any more. What an agent earns
-        before it first acts is left out
+        N dicts {episode: float}, and a set of episodes that are cut: their agents read, do not act any more, and are
+        paid no more. An episode is paid in turns in which somebody acts in it. From what an agent earns before it
+        first acts it does not learn
 
 An agent that observes nothing in an episode does not act. The loop ends where nobody observes anything. Then nothing
 is learned from the episodes that are in `failed`, if there is such an attribute.

@@ -1,6 +1,6 @@
-"""A game that is cut short in three of four episodes: is what would have come counted?
+"""A game that is cut in three of four episodes: is what would have come counted?
 
-The answer a ends the game with 0.6. Any other letter goes on and earns nothing; then the game is cut short (truncated),
+The answer a ends the game with 0.6. Any other letter goes on and earns nothing; then the game is cut (truncated),
 or, in one of four episodes, goes on, and the next turn earns 1, whatever is answered. To go on is worth 1 to a player
 that values what a truncated episode would have earned, and 1/4 to one that does not.
 

@@ -41,7 +41,7 @@ class Game:
 
 
 class Seats:
-    """B matches. A match that --num-turns ends is cut short: every seat reads how it stands."""
+    """B matches. A match that --num-turns ends is cut: every seat reads how it stands."""
 
     def __init__(self, game, items, args):
         self.game = game
@@ -54,12 +54,12 @@ class Seats:
         self.game.counts |= {seed: [0, 0] for seed in self.seeds}
         return self.observe(range(len(self.seeds)), set())
 
-    def observe(self, episodes, cut_short):
+    def observe(self, episodes, cut):
         observations = [{} for _ in range(self.game.num_seats)]
         for b in episodes:
             match = self.matches[b]
             for seat, own in enumerate(observations):
-                if seat == match.seat or b in cut_short:
+                if seat == match.seat or b in cut:
                     own[b] = [{"role": "user", "content": match.text(seat)}]
         return observations
 
@@ -78,8 +78,8 @@ class Seats:
             count[0] += is_illegal
             count[1] += 1
         is_last = self.turn == self.num_turns
-        cut_short = {b for b, _, _ in moved if is_last and self.matches[b].seat is not None}
-        return self.observe([b for b, _, _ in moved], cut_short), rewards, cut_short
+        cut = {b for b, _, _ in moved if is_last and self.matches[b].seat is not None}
+        return self.observe([b for b, _, _ in moved], cut), rewards, cut
 
 
 def check_seats(label, num_seats, args):

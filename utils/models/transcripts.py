@@ -235,7 +235,10 @@ def pad_left(contexts, agent):
 
 
 def pad_right(transcripts, agent, truncated=()):
-    """The fields of a Rollout by name, of B transcripts: one column more than the longest has tokens; 0 on padding."""
+    """The fields of a Rollout by name, of B transcripts, in one column more than the longest has tokens.
+
+    On padding ids are the padding token, and all else is 0.
+    """
     width = 1 + max([1, *[len(transcript.ids) for transcript in transcripts]])
     device = getattr(agent, "actor", agent).device
 

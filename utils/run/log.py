@@ -5,8 +5,11 @@ import io
 import itertools
 import time
 
+import torch
+
 from utils.cli import UserError, one_line
 from utils.files import in_columns, json_line, read_lines, read_rows, write_whole
+from utils.models import episode_rewards
 from utils.run.report import draw_curves
 from utils.run.tracking import Tracker
 
@@ -80,6 +83,7 @@ def joint_samples(items, agents, rollouts, several_turns, **numbers):
     be in all seats.
     """
     samples = []
+    earned = [episode_rewards(rollout, torch.float64).tolist() for rollout in rollouts]
     for k in range(len(items)):
         if len(samples) == SAMPLES:
             break
@@ -91,7 +95,7 @@ def joint_samples(items, agents, rollouts, several_turns, **numbers):
         prompts = [prompts for prompts, _ in episode]
         rewards = [rewards for _, rewards in episode]
         answers = [rollout.answers[k] for rollout in rollouts]
-        reward = sum(map(sum, rewards)) / len(rewards)
+        reward = sum(own[k] for own in earned) / len(earned)
         if not several_turns:
             prompts, answers = ([own[0] if own else "" for own in texts] for texts in (prompts, answers))
             rewards = [sum(own) for own in rewards]
