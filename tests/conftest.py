@@ -16,6 +16,8 @@ from utils.tasks import tldr
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, one thread each, and so do the processes that they start
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what ends with &: runs would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 utils.run.log.draw_curves = lambda *_: None  # takes longer than the rest of a short run
 
 # Files of the short form: every script's oracles, learning, resume, bad input. Tests of all others are marked `rest`,

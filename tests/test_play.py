@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 import ippo_llm
 from utils import models, tasks
 from utils.cli import TaskError
+from utils.run.log import joint_samples
 from utils.run.metrics import team_metrics
 
 END = "<|end|>"
@@ -227,6 +228,7 @@ def test_players_may_move_one_after_the_other(tokenizer, monkeypatch):
     metrics = team_metrics([first, second], several_turns=True)  # there it counts
     assert metrics["reward_mean"] == tasks.mean_reward([first, second]) == 1110.0
     assert [metrics[f"turn_{turn}/reward_mean"] for turn in (1, 2, 3)] == [10.0, 100.0, 1000.0]
+    assert [own["reward"] for own in joint_samples([{}, {}], agents, [first, second], True)] == [1110.0, 1110.0]
 
 
 class Forfeit(Alternating):

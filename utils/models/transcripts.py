@@ -276,10 +276,10 @@ def rewards_by_turn(rollout, num_turns):
 
 def episode_rewards(rollout, dtype=torch.float32):
     """What an agent earns in each episode, [B]; also before it first acts, from which it does not learn."""
-    before = []
-    for own, turns in zip(rollout.earned, rollout.turns.tolist()):
-        first = min((turn for turn in turns if turn), default=math.inf)
-        before.append(sum(reward for turn, reward in own.items() if turn < first))
+    first_turns = rollout.turns.masked_fill(rollout.turns == 0, UNLIMITED).amin(1).tolist()
+    before = [
+        sum(reward for turn, reward in own.items() if turn < first) for own, first in zip(rollout.earned, first_turns)
+    ]
     return rollout.rewards.to(dtype).sum(1) + torch.tensor(before, dtype=dtype, device=rollout.rewards.device)
 
 
