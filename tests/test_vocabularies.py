@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from short_runs import FLAGS, SCRIPTS, make_task, reward_length, small_model
 from transformers import LlamaForCausalLM, LlamaModel
 
 import ippo_llm
+import ppo_llm
 from utils import distributed, models
 from utils.cli import UserError
 from utils.models import causal_lm
@@ -168,6 +170,24 @@ def test_the_entropy_of_a_masked_vocabulary_and_its_gradient_are_those_of_the_re
     right.sum().backward()
     torch.testing.assert_close(masked.grad[:, :12], rest.grad)
     assert not masked.grad[:, 12:].any()
+
+
+def test_behind_a_cut_nothing_is_learned_of_a_padding_token_that_the_model_masks(masking):
+    model, own = masking
+    own.pad_token = own.convert_ids_to_tokens(760)
+    args = ppo_llm.Args(mini_batch_size=2, micro_batch_size=2, update_epochs=1)
+    (initial,) = models.load(args, model, own)
+    agent = ppo_llm.Agent(0, initial, 1, args)
+    transcripts = [ppo_llm.Transcript() for _ in range(2)]
+    for k, transcript in enumerate(transcripts):
+        transcript.extend([9, 10])
+        transcript.extend([11, 12 + k], turn=1)
+        transcript.rewards[-1] = float(k)
+        transcript.answers.append("8")
+    rollout = ppo_llm.Rollout(**models.pad_right(transcripts, agent, {0}))
+    assert rollout.ids[0, -1] == 760
+    metrics = ppo_llm.learn(agent, rollout, args, torch.Generator().manual_seed(1))
+    assert all(math.isfinite(x) for x in metrics.values())
 
 
 @every_script
