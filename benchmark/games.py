@@ -39,9 +39,11 @@ SIZES = {  # matches of the run, of an update, updates between scores
 VARIANTS = {  # GAE's lambda, what regularises
     "moving reference": (0.85, "--kl-loss-coef 0.5 --reference-update-interval 50"),
     "moving reference, whole returns": (1, "--kl-loss-coef 0.5 --reference-update-interval 50"),
+    "moving reference, one baseline": (0.85, "--kl-loss-coef 0.5 --reference-update-interval 50 --no-turn-baseline"),
     "nothing": (1, "--kl-loss-coef 0"),
     "entropy, lowered": (1, "--kl-loss-coef 0 --entropy-coef 0.4 --entropy-coef-end 0"),
     "entropy, held": (1, "--kl-loss-coef 0 --entropy-coef 0.4"),
+    "little entropy, lowered": (1, "--kl-loss-coef 0 --entropy-coef 0.05 --entropy-coef-end 0"),
     "initial reference": (1, "--kl-loss-coef 0.5"),
     "4 earlier copies": (1, "--kl-loss-coef 0 --opponents 4"),
 }

@@ -1,3 +1,4 @@
+import collections
 import copy
 import functools
 import os
@@ -19,6 +20,7 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what ends with &: runs would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 utils.run.log.draw_curves = lambda *_: None  # takes longer than the rest of a short run
+os.fsync = lambda file: None  # what is written outlives a process that is killed, if not the machine
 
 # Files of the short form: every script's oracles, learning, resume, bad input. Tests of all others are marked `rest`,
 # and so are those that make a fault and see that it is found.
@@ -26,13 +28,70 @@ SHORT = """
     bad_input cli exact_gradients learn learning play resume single_file survives tasks
 """.split()
 
+# Tests of one thing in many forms, which take long: of these every k-th is in the rest, and the others are slow ones.
+EVERY = {
+    "test_an_architecture": 3,  # 52 of them, whole and with adapters
+    "test_a_run_begins_from_another_and_is_resumed_without_it": 4,  # five scripts
+    "test_two_processes_learn_and_measure_what_one_does": 2,
+    "test_two_sharded_processes_go_on_to_the_same_bits": 2,
+    "test_a_run_that_is_killed_again_and_again_gives_the_same_bits": 2,
+    "test_a_run_that_is_stopped_while_it_learns_gives_the_same_bits": 3,  # five scripts, two signals
+    "test_a_launcher_starts_one_run_over_all_items": 2,
+    "test_a_sharded_run_that_memory_ended_goes_on_with_smaller_micro_batches": 2,
+    "test_a_process_that_is_slower_takes_the_folder_that_the_main_one_has_chosen": 2,
+    "test_processes_that_sample_for_different_times_go_on_to_the_same_bits": 2,
+    "test_every_task_trains_in_every_script": 4,
+    "test_memory_that_runs_out_ends_the_run_with_the_flag_that_takes_less": 3,
+    "test_memory_does_not_grow_with_the_updates": 2,
+    "test_the_gradients_of_micro_batches_add_up": 2,
+    "test_a_run_on_rows_goes_on_from_python": 3,
+    "test_a_run_of_the_page_is_loaded_with_all_that_it_learned": 3,
+    "test_any_flags_train_or_are_one_line": 3,
+    "test_any_command_line_gives_flags_or_one_line": 2,
+    "test_extreme_values_train_or_are_one_line": 3,
+    "test_play_and_rewards_are_those_of_the_script": 2,
+    "test_two_processes_meet_the_same_opponents_and_learn_as_one": 3,
+    "test_a_run_that_crashed_at_a_change_of_files_gives_the_same_bits": 2,
+    "test_a_crash_at_any_change_of_files_leaves_the_earlier_checkpoint_or_the_new_one": 2,
+    "test_a_full_disk_is_one_line_and_the_checkpoints_are_as_they_were": 3,
+    "test_a_large_model_with_a_small_ones_learning_rate_is_said_once": 6,
+    "test_a_run_is_that_of_the_folder_and_leaves_ordinary_folders": 3,
+    "test_a_checkpoint_gives_agents_back_to_the_bit_and_they_go_on_so": 3,
+    "test_scripts_play_it_and_the_same_again": 3,
+    "test_a_generation_config_that_transformers_refuses_is_mended_at_the_start": 5,
+    "test_small_steps_from_a_model_in_half_precision_are_taken": 5,
+    "test_weights_of_bfloat16_learn": 3,
+    "test_a_token_that_the_model_does_not_know_is_found_before_training": 5,
+    "test_without_an_end_token_answers_have_full_length_and_it_is_said_once": 5,
+    "test_a_model_that_masks_tokens_learns_with_an_entropy_bonus": 3,
+    "test_a_runs_folder_is_its_agents_as_they_were": 2,
+    "test_text_in_files_stays_text": 4,
+    "test_a_chat_is_a_prompt_wherever_a_text_is": 3,
+    "test_a_folder_that_is_damaged_is_one_line": 2,
+    "test_a_policy_is_merged_into_another_configuration": 3,
+    "test_a_game_without_a_score_is_played_without": 3,
+    "test_every_script_writes_the_score_of_the_weights_that_it_saves": 4,
+    "test_two_processes_learn_and_measure_as_one": 3,
+    "test_a_task_that_fails_ends_the_run_in_a_line_with_what_was_learned": 3,
+    "test_items_with_long_prompts_are_left_out_and_change_nothing_else": 3,
+    "test_writers_of_the_page_read_each_others_text": 3,
+    "test_a_gradient_that_is_not_finite_ends_the_run_and_is_in_no_weight": 3,
+}
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Mark the tests that the short form leaves out, unless files were asked for."""
     if any(".py" in argument for argument in config.args):
         return
+    seen = collections.Counter()
     for item in items:
+        name = item.originalname
+        if name in EVERY and not item.get_closest_marker("slow"):
+            seen[name] += 1
+            if (seen[name] - 1) % EVERY[name]:
+                item.own_markers = [mark for mark in item.own_markers if mark.name != "rest"]
+                item.add_marker("slow")
         has_another_form = item.get_closest_marker("slow") or item.get_closest_marker("vllm")
         is_short = item.path.stem.removeprefix("test_") in SHORT and not item.originalname.endswith("_seen")
         if not is_short and not has_another_form:

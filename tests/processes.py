@@ -106,6 +106,7 @@ def with_streams(paths, work, arguments):
 def run_script(name, flags, before=None):
     """Work for a process: a script, as if from the command line. `before` is called first."""
     utils.run.log.draw_curves = lambda *_: None  # takes longer than all the rest
+    os.fsync = lambda file: None  # what is written outlives a process that is killed, if not the machine
     sys.argv = [f"{name}.py", *map(str, flags)]
     if before:
         before()

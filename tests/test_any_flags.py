@@ -234,7 +234,8 @@ def test_any_command_line_gives_flags_or_one_line(script, examples):
     check()
 
 
-@pytest.mark.parametrize("script", [pytest.param(s, marks=[pytest.mark.slow] * (s != "maac")) for s in SCRIPTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_word_for_every_flag_gives_flags_or_one_line(script):
     words = [[], [""], ["-1"], ["nan"], ["٣"], ["x", "y"]]
     for k, name in enumerate(hints(script)):

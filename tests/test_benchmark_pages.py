@@ -134,7 +134,7 @@ def test_how_soon_a_peers_reward_is_reached():
     assert lines[3] == "| a | IPPO, more | 110 | 110 | 1.0 | 0.750 | never |  |  |" and lines[4:] == [""]
 
 
-@pytest.mark.rest
+@pytest.mark.slow
 def test_the_study_of_a_central_critic_in_short(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "central"

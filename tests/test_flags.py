@@ -110,13 +110,13 @@ def train(script, flags, root):
 
 
 def cases():
-    seen = set()
-    for script in SCRIPTS:
-        for field in dataclasses.fields(SCRIPTS[script].Args):
-            if field.name in OTHER and (script, field.name) != ("maac", "value_head_hidden_dim"):  # which is refused
-                marks = [pytest.mark.rest] if field.name in seen else []
-                seen.add(field.name)
-                yield pytest.param(script, field.name, marks=marks)
+    """Each flag in one script, which take turns; in the others with -m slow."""
+    of_script = {script: [field.name for field in dataclasses.fields(SCRIPTS[script].Args)] for script in SCRIPTS}
+    having = {flag: [script for script in SCRIPTS if flag in of_script[script]] for flag in OTHER}
+    for k, (flag, scripts) in enumerate(having.items()):
+        for script in scripts:
+            marks = [] if script == scripts[k % len(scripts)] else [pytest.mark.slow]
+            yield pytest.param(script, flag, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.parametrize("script, flag", cases())
+@pytest.mark.parametrize("script, flag", [*cases()])
 def test_a_flag_changes_what_a_run_leaves(root, script, flag):
     value, base = OTHER[flag] if isinstance(OTHER[flag], tuple) and flag != "model" else (OTHER[flag], {})
     base = FLAGS[script] | BASE | base

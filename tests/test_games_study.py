@@ -10,6 +10,7 @@ from utils.run.reader import read_metrics
 pytest.importorskip("pyspiel")
 
 
+@pytest.mark.slow
 def test_a_study_in_short_is_run_scored_and_drawn(tmp_path):
     args = games.Args(size="quick", seeds=(1,), only=("moving reference",), output_dir=str(tmp_path))
     games.main(args)

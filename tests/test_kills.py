@@ -298,6 +298,7 @@ def torchrun(script, flags, *options, processes=2, seconds=1):
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams)
 
 
+@pytest.mark.slow
 def test_where_torchrun_waits_for_less_than_an_update_what_was_done_is_saved(waiting, tmp_path):
     name, flags, obstacle = waiting("--save-interval", 0, processes=2)
     process = torchrun(name, flags)

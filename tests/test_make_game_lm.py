@@ -33,6 +33,7 @@ def test_it_plays_uniformly_and_hardly_ever_illegally(tmp_path):
     assert illegal < 0.1 and (table - 0.5).abs().max() < 0.2
 
 
+@pytest.mark.slow
 def test_it_learns_the_moves_of_a_game_of_pettingzoo(tmp_path):
     pytest.importorskip("pettingzoo")
     folder = make(tmp_path, env="pettingzoo:rps_v2(max_cycles=1)", steps=60, num_matches=32, learning_rate=5e-3)

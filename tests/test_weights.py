@@ -197,9 +197,7 @@ def train(script, folder, **flags):
     return script.main(script.Args(**(small | flags)))
 
 
-@pytest.mark.parametrize(
-    "script", [x if x in ("ippo", "ppo") else pytest.param(x, marks=pytest.mark.rest) for x in SCRIPTS]
-)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_begins_from_another_and_is_resumed_without_it(script, tmp_path):
     script = SCRIPTS[script]
     first, _ = train(script, tmp_path / "first")
