@@ -24,13 +24,15 @@ values the baseline of a turn is 0; next to any values it stays.
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 from dataclasses import dataclass
 
 import datasets
 import pytest
+import tokenizers
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import iac_llm
@@ -62,12 +64,23 @@ GENERATIONS = 2  # of an item, in magrpo_llm
 # --- The game ---------------------------------------------------------------------------------------------------------
 
 
+class Tokenizer(PreTrainedTokenizerFast):
+    """It remembers the few texts of a game, of which it would read thousands."""
+
+    def __call__(self, text, **options):
+        texts = self.__dict__.setdefault("texts", {})
+        key = (text, *options.items())
+        if key not in texts:
+            texts[key] = super().__call__(text, **options)
+        return texts[key]
+
+
 def build_tokenizer(words="_abcdefghijklmno"):
     """A word of one letter for each token but 0, which pads and is not read; there is no end token."""
     vocabulary = {word: k for k, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="_"))
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="_"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="_")
+    return Tokenizer(tokenizer_object=tokenizer, pad_token="_")
 
 
 def build_model(num_tokens=NUM_TOKENS):
@@ -363,6 +376,7 @@ def learn(script, num_turns, values, folder, **flags):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "Run", lambda *_: team)
+        patch.setattr(inspect, "signature", functools.cache(inspect.signature))  # of each call of the game's functions
         patch.setattr(script, "play", play_once)
         patch.setattr(distributed, "average_and_clip_gradients", team.record)
         if script is magrpo_llm:  # episodes of one item depend on one another, those of different mini-batches do not
