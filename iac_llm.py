@@ -51,7 +51,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
-    num_agents: PositiveInt = 2
+    num_agents: PositiveInt = 2  # agents of the team, or players of --env
     use_separate_critic: bool = False  # a critic is a model of its own; else a value head on the actor
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set

@@ -19,6 +19,7 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
+from utils import tasks
 from utils.cli import UserError, parse
 from utils.models.loading import locate
 
@@ -78,6 +79,7 @@ TOGETHER = {
     "adapters": ({"load_checkpoint": "x"}, "--load-checkpoint"),
     "room": ({"max_new_tokens": 600}, "--max-new-tokens 600 after a prompt of 1 exceeds"),
     "dataset": ({"dataset": "nothing.jsonl"}, "there is no file nothing.jsonl"),
+    "dataset's folder": ({"dataset": "nothing/"}, "there is no folder nothing/"),
     "too few": ({"train_size": 2}, "--train-size"),
     "model": ({"model": ("nowhere/at/all",)}, "--model takes a model's folder or a hub name"),
     "models": ({"model": ("a", "b", "c")}, "--model takes one name, or one for each of the 2 agents, got 3"),
@@ -349,3 +351,12 @@ def test_it_is_said_that_a_task_has_one_turn(tmp_path, small, capsys):
     args = ippo_llm.Args(**SMALL, num_turns=3, num_train_epochs=1, output_dir=str(tmp_path / "run"))
     ippo_llm.main(args, task=item_task(), **small)
     assert "has no external_transition: its episodes have one turn" in capsys.readouterr().out
+
+
+def test_a_function_of_a_task_that_is_misspelt_is_said(tmp_path, capsys):
+    for name, said in (("formatter", "has no formatters, but formatter, which nothing calls"), ("formatters", "")):
+        task = tmp_path / f"{name}s.py"
+        task.write_text(f"def {name}(item): return 'Say.'\ndef reward_func(*texts): return [1.0] * len(texts[0])\n")
+        tasks.load_task(None, ippo_llm.Args(task=str(task)), ippo_llm)
+        shown = capsys.readouterr().out
+        assert said in shown and ("nothing calls" in shown) == bool(said)

@@ -4,14 +4,15 @@ import pytest
 
 from utils import distributed
 from utils.cli import UserError, one_line
-from utils.run.report import draw_curves, side_by_side
+from utils.run.report import draw_curves, outcome, own_rewards, side_by_side
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07 fine"
 
 
 @pytest.mark.parametrize("item", [{"prompt": ESCAPE}, ESCAPE, 7], ids=["dict", "text", "number"])
 def test_samples_hold_nothing_that_steers_a_terminal(item):
-    sample = {"update": 1, "reward": 0.5, "item": item, "completions": [ESCAPE, [ESCAPE, "two"]]}
+    sample = {"update": 1, "reward": 0.5, "rewards": [0.5, [0.25, 0.25]], "item": item}
+    sample["completions"] = [ESCAPE, [ESCAPE, "two"]]
     text = side_by_side([sample], width=100)
     assert "\x1b" not in text and "\x07" not in text and "fine" in text
 
@@ -20,6 +21,18 @@ def test_errors_and_notes_hold_nothing_that_steers_a_terminal(capsys):
     assert "\x1b" not in one_line(UserError(ESCAPE))
     distributed.say(ESCAPE)
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_what_agents_earn_that_are_paid_the_opposite_is_shown(tmp_path):
+    sample = {"update": 1, "reward": 0.0, "rewards": [[1.0], [-1.5, 0.5]], "item": 7, "completions": ["a", ["b", "c"]]}
+    assert "sample of update 1, rewards 1.00, -1.00" in side_by_side([sample])
+    rows = [{"global_step": k, "reward_mean": 0.0, "reward_std": 0.0} for k in (4, 8)]
+    assert outcome(rows, 2).endswith("every episode earned the same")
+    rows[0]["agent_0/reward_mean"], rows[0]["agent_1/reward_mean"] = 0.5, -0.5  # in the second update all drew
+    assert own_rewards(rows) == {"agent_0": [0.5, 0.0], "agent_1": [-0.5, 0.0]}
+    text = outcome(rows, 2)
+    assert "same" not in text and "; agent_1: -0.500 at first, 0.000 over the last tenth" in text
+    draw_curves(rows, tmp_path / "curves.png", "a game")
 
 
 def test_a_title_is_no_formula(tmp_path):

@@ -183,7 +183,7 @@ def test_flags_that_differ_are_all_named_and_nothing_is_changed():
     with pytest.raises(UserError) as error:
         train("ippo", resume="run", seed=9, gamma=0.5, num_train_epochs=1, keep_checkpoints=7, max_episodes=4)
     first, differing = str(error.value).split(": ", 1)
-    assert first == "--resume run goes on with that run's flags, and these differ"
+    assert first == "--resume run goes on with that run's flags, and --fork run takes others; these differ"
     named = ["--gamma 1.0 there, 0.5 here", "--max-episodes None there, 4 here", "--seed 1 there, 9 here"]
     assert sorted(differing.split("; ")) == named and contents("run") == before
 
@@ -249,7 +249,7 @@ def test_a_folder_that_is_no_run_is_one_line():
 
 def test_a_run_of_another_script_or_of_a_copy_is_one_line():
     train("ippo", pause_at=1)
-    with pytest.raises(UserError, match="^--resume: run is a run of another script or version: [^\n]*$"):
+    with pytest.raises(UserError, match="^--resume: run, of [^ ]*, is a run of another script or version: [^\n]*$"):
         parse_resumed("ppo", "run")
     Path("run/config.json").write_text(json.dumps(config_of("run") | {"script": "/somewhere/mine.py"}))
     with pytest.raises(UserError, match="^--resume run is a run of mine.py, and goes on with that script$"):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from short_runs import FLAGS, SCRIPTS, make_task, reward_length, small_model
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
 
 import ippo_llm
 import ppo_llm
@@ -114,6 +114,15 @@ def test_without_an_end_token_answers_have_full_length_and_it_is_said_once(scrip
     args = SCRIPTS[script].Args(**FLAGS[script] | flags)
     (answer,) = SCRIPTS[script].generate(agents[0], [[5, 6]], args, distributed.generator(1))
     assert len(answer) == 3
+
+
+def test_what_is_saved_ends_its_answers_where_they_ended_in_the_run(tmp_path):
+    """A configuration has another end token than the tokenizer, as one that is made without a thought of it has."""
+    model, own = copy.deepcopy(small_model())
+    model.config.eos_token_id = model.generation_config.eos_token_id = 50256  # it has no such token
+    agents, _ = train("ippo", model, own, tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run/agent_0")
+    assert saved.generation_config.eos_token_id == agents[0].end_ids.tolist() == [own.eos_token_id]
 
 
 def test_an_end_token_that_the_model_does_not_know_is_none(capsys):

@@ -403,13 +403,16 @@ def flags_of(folder, Args, what="--resume"):
     """The flags of an earlier run of the same script, by name, for what wants them. Raises UserError."""
     path = Path(folder) / "config.json"
     try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))["args"]
+        config = json.loads(path.read_text(encoding="utf-8"))
+        earlier = config["args"]
         there = set(earlier)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{what}: {path} can't be read: {type(error).__name__}: {one_line(error)}") from error
     here = {field.name for field in dataclasses.fields(Args)}
     if there != here:
-        raise UserError(f"{what}: {folder} is a run of another script or version: {', '.join(sorted(there ^ here))}")
+        differ = one_line(", ".join(sorted(there ^ here)), 80)
+        made = f"{folder}, of {config['script']}," if config.get("script") else folder
+        raise UserError(f"{what}: {made} is a run of another script or version: {differ}")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in earlier.items()}
 
 

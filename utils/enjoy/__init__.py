@@ -38,12 +38,12 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None, sc
     agents, args, checkpoint, initials = begin(run, module, **flags)
     task = tasks.load_task(None, args, default=module)
     if prompt is None:
-        _, held_out = tasks.load_items(task, initials, args)
-        chosen = held_out[:items]
+        train, held_out = tasks.load_items(task, initials, args)
+        chosen = (held_out or train)[:items]
     else:
         chosen = [{"prompt": prompt}]
     if not chosen:
-        raise UserError("there are no held-out items; --prompt takes one of your own")
+        raise UserError("there are no items; --prompt takes one of your own")
     args.do_sample = do_sample and args.do_sample
     args.temperature = temperature or args.temperature
     shown = []

@@ -42,9 +42,8 @@ def play_seat(run, seat, matches=4, seed=1, do_sample=True, temperature=None, sc
     args.do_sample = do_sample and args.do_sample
     args.temperature = temperature or args.temperature
     task = tasks.load_task(None, args, default=module)
-    _, items = tasks.load_items(task, initials, args)
-    if not items:
-        raise UserError("there are no held-out items to play on")
+    train, held_out = tasks.load_items(task, initials, args)
+    items = held_out or train
     generator = distributed.generator(seed)
     players = [AgentPlayer(agent, args, module, generator) for agent in seats_of(agents, args.num_agents)]
     players[seat] = Person()

@@ -315,8 +315,9 @@ def guarded(TeamEnv, label):
         def check(self, dicts, method, what):
             right = isinstance(dicts, (list, tuple)) and len(dicts) == self.num_agents
             if not right or not all(isinstance(own, dict) for own in dicts):
-                takes = f"a dict for each of {self.num_agents} agents"
-                raise TaskError(f"{method} of {label} returned {what} {one_line(repr(dicts), 80)}; it takes {takes}")
+                got = f"{method} of {label} returned {what} {one_line(repr(dicts), 80)}"
+                wanted = f"; --num-agents {len(dicts)} has as many" if isinstance(dicts, (list, tuple)) else ""
+                raise TaskError(f"{got}; it takes a dict for each of {self.num_agents} agents{wanted}")
             for own in dicts:
                 self.check_episodes(own, method, what)
             return dicts

@@ -202,16 +202,18 @@ def closing_token(tokenizer):
 
 
 def mend_end_tokens(model, tokenizer, name):
-    """Let an answer end where the chat template closes it too, also in what is saved of the model, and say so."""
+    """Let an answer end where the chat template closes it too, and say so; what is saved has the same end tokens."""
     closing = closing_token(tokenizer)
     ends = end_tokens(model, tokenizer)
-    if closing is None or closing in ends or not can_be_sampled(closing, model):
-        return
-    model.generation_config.eos_token_id = sorted({*ends, closing})
-    token = tokenizer.convert_ids_to_tokens(closing)
-    declared = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ends))) or "none"
-    others = f"which is not among its end tokens, {declared}"
-    say(f"{name}: its chat template ends an answer with {token}, {others}: it ends answers here too")
+    if closing is not None and closing not in ends and can_be_sampled(closing, model):
+        token = tokenizer.convert_ids_to_tokens(closing)
+        declared = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ends))) or "none"
+        others = f"which is not among its end tokens, {declared}"
+        say(f"{name}: its chat template ends an answer with {token}, {others}: it ends answers here too")
+        ends = sorted({*ends, closing})
+    own = model.generation_config.eos_token_id
+    if ends and {*(own if isinstance(own, list) else [own])} != {*ends}:
+        model.generation_config.eos_token_id = ends
 
 
 def decode(answers, agent, args):

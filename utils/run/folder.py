@@ -101,7 +101,8 @@ def check_same_flags(folder, args):
         if here != there and name not in OF_FOLDER | OF_MACHINE and not is_longer:
             differing.append(f"{flag_name(name)} {there} there, {here} here")
     if differing:
-        raise UserError(f"--resume {folder} goes on with that run's flags, and these differ: {'; '.join(differing)}")
+        goes_on = f"--resume {folder} goes on with that run's flags, and --fork {folder} takes others"
+        raise UserError(f"{goes_on}; these differ: {'; '.join(differing)}")
 
 
 def is_run(folder):

@@ -1,5 +1,6 @@
 """What a run shows: its curves, its last samples side by side, and where the time went."""
 
+import re
 import shutil
 import textwrap
 
@@ -18,7 +19,7 @@ def draw_curves(rows, path, title, optimum=None):
     steps = [row["global_step"] for row in rows]
     agents = [key.split("/")[0] for key in rows[0] if key.endswith("/policy_loss")]
     figure = Figure(figsize=(12, 6.5))
-    figure.suptitle(f"{title}: each update (pale), and means over nine", fontsize=10, parse_math=False)
+    figure.suptitle(f"{title}: each update (pale), and means over up to nine", fontsize=10, parse_math=False)
     margins = {"left": 0.055, "right": 0.98, "top": 0.89, "bottom": 0.08, "wspace": 0.25, "hspace": 0.4}
     axes = figure.subplots(2, 3, gridspec_kw=margins).flat  # a layout that is computed takes as long as all the rest
     mark = "o-" if len(steps) < 10 else "-"  # a single point is no line
@@ -40,7 +41,9 @@ def draw_curves(rows, path, title, optimum=None):
         lines = [(agent.replace("_", " "), [row.get(f"{agent}/{metric}") for row in rows]) for agent in agents]
         return [line for line in lines if None not in line[1]]
 
-    reward = panel("reward", [("training", [row["reward_mean"] for row in rows])], OF_TEAM)
+    rewards = [("training", [row["reward_mean"] for row in rows])]
+    rewards += [(agent.replace("_", " "), values) for agent, values in own_rewards(rows).items()]
+    reward = panel("reward", rewards, [*OF_TEAM, *COLORS])
     evaluations = {EVAL_REWARD: "held-out items"} | EXACT_SCORES
     for (column, label), color in zip(evaluations.items(), ("black", *COLORS)):
         evaluated = [row for row in rows if row.get(column) is not None]
@@ -59,6 +62,17 @@ def draw_curves(rows, path, title, optimum=None):
     measured = None not in reference_logprobs  # not in a run that has no reference
     panel("log-prob. a token under the reference", [("team", reference_logprobs)] if measured else [], OF_TEAM)
     figure.savefig(path, dpi=100)
+
+
+def own_rewards(rows):
+    """What each agent earns in each update, where agents earn differently: {agent: list}."""
+    names = {name for row in rows for name in row if re.fullmatch(r"agent_\d+/reward_mean", name)}
+    own = {}
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        values = [row["reward_mean"] if row.get(name) is None else row[name] for row in rows]
+        if values != [row["reward_mean"] for row in rows]:
+            own[name.split("/")[0]] = values
+    return own
 
 
 def smooth(values, reach=4):
@@ -80,9 +94,16 @@ def time_table(totals, elapsed):
 def outcome(rows, num_updates, optimum=None):
     """The reward at first and in the end, and the best that there is, where the task knows it, in a line."""
     rewards = [row["reward_mean"] for row in rows]
-    last = rewards[-max(1, len(rewards) // 10) :]
-    text = f"reward: {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} over the last tenth of updates"
-    if {(row["reward_mean"], row["reward_std"]) for row in rows} == {(rewards[0], 0.0)}:
+    own = own_rewards(rows)
+
+    def first_and_last(values):
+        last = values[-max(1, len(values) // 10) :]
+        return f"{values[0]:.3f} at first, {sum(last) / len(last):.3f} over the last tenth of updates"
+
+    text = f"reward: {first_and_last(rewards)}"
+    if own:  # a mean over agents that earn the opposite says nothing
+        text += "".join(f"; {agent}: {first_and_last(values)}" for agent, values in own.items())
+    elif {(row["reward_mean"], row["reward_std"]) for row in rows} == {(rewards[0], 0.0)}:
         text += ": every episode earned the same"
     for column in (EVAL_REWARD, *EXACT_SCORES):
         evaluated = [(k, row[column]) for k, row in enumerate(rows, 1) if row.get(column) is not None]
@@ -104,7 +125,11 @@ def side_by_side(samples, width=None):
         item = sample["item"]
         if isinstance(item, dict):
             item = "  ".join(f"{key}: {one_line(value)}" for key, value in item.items())
-        lines += ["", f"sample of update {sample['update']}, reward {sample['reward']:.2f}"]
+        own = [sum(rewards) if isinstance(rewards, list) else rewards for rewards in sample["rewards"]]
+        earned = f"reward {sample['reward']:.2f}"
+        if max(own) - min(own) > 1e-6:  # what each agent earned
+            earned = f"rewards {', '.join(f'{reward:.2f}' for reward in own)}"
+        lines += ["", f"sample of update {sample['update']}, {earned}"]
         lines += [*textwrap.wrap(str(item), width), ""]
         cells = []
         for i, text in enumerate(texts):

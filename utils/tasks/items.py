@@ -149,6 +149,8 @@ def load_splits(name):
     file_format = format_of(name)
     if file_format and not Path(name).is_file():
         raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no file {name}")
+    if (name[:1] in ".~/" or name.endswith("/")) and not Path(name).exists():
+        raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no folder {name}")
     if Path(name).is_file() and not file_format:
         raise UserError(f"--dataset takes a file of the formats {' '.join(FORMATS)}, got {name}")
     place, colon, configuration = name.rpartition(":")

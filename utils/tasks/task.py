@@ -1,5 +1,6 @@
 """A task's functions as a script's TeamEnv calls them: checked, timed, with the arguments that they name."""
 
+import difflib
 import importlib
 import importlib.util
 import math
@@ -228,6 +229,7 @@ def load_task(given, args, default):
     task = given
     if isinstance(task, str):
         task = importlib.import_module(f"utils.tasks.{task}") if task in BUILT_IN else load_file(task)
+        say_what_is_misspelt(task, name)
     has_env = given is not default and hasattr(task, "TeamEnv")
     is_short = any(hasattr(task, form) for form, _ in SHORT_FORMS.values())
     if is_short or not has_env and getattr(task, "formatters", None) is None:
@@ -271,6 +273,14 @@ def check(task, name, args, needed):
             raise UserError(f"{name}: {error}") from error
         except (Exception, SystemExit) as error:
             raise UserError(f"{name}: check failed: {describe(error)}") from error
+
+
+def say_what_is_misspelt(task, name):
+    """Say which functions of a task's file have nearly the name of one that a task may have, and that it lacks."""
+    for own in vars(task):
+        for known in difflib.get_close_matches(own, (*NEEDED, *OPTIONAL), n=1, cutoff=0.8):
+            if own != known and not hasattr(task, known) and callable(getattr(task, own)):
+                say(f"{name} has no {known}, but {own}, which nothing calls: is {known} meant?")
 
 
 def complete(task, name):
