@@ -360,3 +360,11 @@ def test_a_function_of_a_task_that_is_misspelt_is_said(tmp_path, capsys):
         tasks.load_task(None, ippo_llm.Args(task=str(task)), ippo_llm)
         shown = capsys.readouterr().out
         assert said in shown and ("nothing calls" in shown) == bool(said)
+
+
+def test_an_argument_that_no_reward_func_is_given_is_one_line_at_the_start(tmp_path):
+    task = SimpleNamespace(formatters=lambda item: "Say.", reward_func=lambda *texts, item: [1.0])
+    with pytest.raises(UserError, match="reward_func asks for item, which nothing gives; it may name items, prompts"):
+        tasks.load_task(task, ippo_llm.Args(), ippo_llm)
+    task.reward_func = lambda *texts, items, weight=2.0: [weight]
+    tasks.load_task(task, ippo_llm.Args(), ippo_llm)

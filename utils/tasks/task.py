@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import importlib.util
+import inspect
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ BUILT_IN = ("arxiv", "build", "code", "number", "probe", "reasoning", "tldr")
 NEEDED = ("formatters", "reward_func")
 DATA = ("train_dataset", "eval_dataset", "named_dataset", "item_of")
 OPTIONAL = (*DATA, "external_transition", "reward_processor", "metrics_callback", "optimum", "check", "TeamEnv")
+REWARD_KNOWS = ("items", "prompts", "turn", "turns", "num_turns")  # what reward_func is given, if it names it
 SHORT_FORMS = {  # what a task may have in place of each that is needed, and what makes the one of the other
     "formatters": ("conversation_template", questions.make_formatter),
     "reward_func": ("reward_fn", questions.make_reward_func),
@@ -266,6 +268,11 @@ def check(task, name, args, needed):
             raise UserError(f"{name} has {len(formatters)} formatters for {args.num_agents} agents; it takes one each")
         if not all(map(callable, formatters)):
             raise UserError(f"{name}: each of its formatters is to be a function")
+    if hasattr(task, "reward_func"):
+        for own in parameters_of(task.reward_func):
+            if own.kind is own.KEYWORD_ONLY and own.default is own.empty and own.name not in REWARD_KNOWS:
+                takes = f"may name {', '.join(REWARD_KNOWS)}"
+                raise UserError(f"{name}: reward_func asks for {own.name}, which nothing gives; it {takes}")
     if hasattr(task, "check"):
         try:
             task.check(args.num_agents, args.num_turns)
@@ -281,6 +288,14 @@ def say_what_is_misspelt(task, name):
         for known in difflib.get_close_matches(own, (*NEEDED, *OPTIONAL), n=1, cutoff=0.8):
             if own != known and not hasattr(task, known) and callable(getattr(task, own)):
                 say(f"{name} has no {known}, but {own}, which nothing calls: is {known} meant?")
+
+
+def parameters_of(function):
+    """The parameters of a function; of one that does not tell them, none."""
+    try:
+        return [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return []
 
 
 def complete(task, name):
