@@ -81,7 +81,7 @@ def table(curves):
             variant,
             str(len(seeds)),
             plot.number(np.mean(last), 3),
-            f"{plot.number(low, 3)} to {plot.number(high, 3)}",
+            f"{plot.number(low, 3)} to {plot.number(high, 3)}" if len(seeds) > 1 else "",
         ]
         row += [" ".join(f"{value:.3f}" for value in last), plot.number(np.mean(best), 3), f"{illegal:.1%}"]
         lines.append(row)

@@ -368,3 +368,10 @@ def test_an_argument_that_no_reward_func_is_given_is_one_line_at_the_start(tmp_p
         tasks.load_task(task, ippo_llm.Args(), ippo_llm)
     task.reward_func = lambda *texts, items, weight=2.0: [weight]
     tasks.load_task(task, ippo_llm.Args(), ippo_llm)
+
+
+def test_a_model_without_a_tokenizer_is_one_line(tmp_path):
+    build_model(AutoTokenizer.from_pretrained(locate("utils/tiny_lm"))).save_pretrained(tmp_path / "model")
+    message = f"^--model {tmp_path}/model has no tokenizer that can be read: save one there"
+    with pytest.raises(UserError, match=message):
+        ippo_llm.main(ippo_llm.Args(**SMALL | {"model": str(tmp_path / "model")}, output_dir=str(tmp_path / "run")))

@@ -257,8 +257,13 @@ def try_to_save(thing, **options):
 
 def load_tokenizer(name, flag, trust_remote_code=False, settings=None):
     """A model's tokenizer, with a padding token. Raises UserError."""
-    with loading(flag, name):
-        tokenizer = read_tokenizer(name, flag, trust_remote_code, settings)
+    try:
+        with loading(flag, name):
+            tokenizer = read_tokenizer(name, flag, trust_remote_code, settings)
+    except UserError as error:
+        if "backend tokenizer" not in str(error):  # transformers found no file of one, or can't read it
+            raise
+        raise UserError(f"{flag} {name} has no tokenizer that can be read: save one there (save_pretrained)") from error
     return add_padding(tokenizer, flag)
 
 
