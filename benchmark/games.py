@@ -91,20 +91,21 @@ def table(curves):
 
 def draw(curves, path):
     """Exploitability by matches: means over seeds, between the lowest and the highest of them."""
-    figure = plot.Figure(figsize=(7, 3.6), layout="constrained")
+    figure = plot.Figure(figsize=(9.5, 3.8), layout="constrained")
     axis = figure.add_subplot()
-    for color, (variant, seeds) in zip(plot.COLORS, curves.items()):
+    for k, (variant, seeds) in enumerate(curves.items()):
+        color = plot.COLORS[k % len(plot.COLORS)]
         length = min(len(matches) for matches, *_ in seeds)
         values = np.array([exploitability[:length] for _, exploitability, _ in seeds])
         matches = seeds[0][0][:length]
-        axis.plot(matches, values.mean(0), color=color, label=variant)
+        axis.plot(matches, values.mean(0), "-" if k < len(plot.COLORS) else "--", color=color, label=variant)
         axis.fill_between(matches, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
     axis.axhline(0.05, color="grey", linewidth=0.8, linestyle=":")
     plot.dress(axis, "Kuhn poker by self-play")
     axis.set_xlabel("matches", fontsize=9)
     axis.set_ylabel("exploitability", fontsize=9)
     axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8, frameon=False)
+    axis.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=150)
 
 
