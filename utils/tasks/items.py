@@ -149,8 +149,9 @@ def load_splits(name):
     file_format = format_of(name)
     if file_format and not Path(name).is_file():
         raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no file {name}")
-    if (name[:1] in ".~/" or name.endswith("/")) and not Path(name).exists():
-        raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no folder {name}")
+    folder = name if Path(name).exists() or ":" not in name else name.rpartition(":")[0]
+    if (folder[:1] in (".", "~", "/") or folder.endswith("/")) and not Path(folder).exists():
+        raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no folder {folder}")
     if Path(name).is_file() and not file_format:
         raise UserError(f"--dataset takes a file of the formats {' '.join(FORMATS)}, got {name}")
     place, colon, configuration = name.rpartition(":")
