@@ -1,7 +1,7 @@
 """Independent PPO (IPPO), as CoMLRL defines it, for a team of language models, in one file.
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
-actor, whose loss trains the actor too, or a model of its own (--use-separate-critic). An agent samples token a_t in
+actor (its loss trains the actor too) or a model of its own (--use-separate-critic). An agent samples token a_t in
 turn k after h_t, which is all that it has read and written before. As on CoMLRL's page the policy loss has no
 probability ratio and no clip (ppo_llm.py has both):
 
@@ -17,12 +17,13 @@ probability ratio and no clip (ppo_llm.py has both):
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
 
 The losses' means are over the sampled tokens of a mini-batch. pi_old, V_old, r, A and R are from before the optimiser
-steps; every step but the first is off-policy. A cut counts as an end. KL penalty, s and m_k are not on CoMLRL's page.
+steps; later steps are off-policy. A cut counts as an end. KL penalty, s and m_k are additions to CoMLRL's page. Without
+the normalisation flags e_k is not divided, and A' = A.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-Models stay in eval mode but for --lora-dropout. All log pi are of logits / temperature over the whole vocabulary.
+Models stay in eval mode but for --lora-dropout. log pi is of logits / temperature over all tokens, whatever --top-p is.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, D units of a hidden state.
 Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
@@ -158,8 +159,8 @@ class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. An agent
-    acts in the episodes that it observes, unless step or a lack of room cuts them. Episodes in a set `failed`, if it
-    has one, are not learned from. Two agents, one after the other, with opposite rewards:
+    acts in the episodes that it observes, unless step or a lack of room cuts them; one that nobody observes has ended.
+    An attribute `failed`, a set of episodes not to learn from, is optional. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -237,10 +238,10 @@ class Rollout:
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
-    truncated: torch.Tensor  # [B] True where the episode was cut; V = 0 there all the same
+    truncated: torch.Tensor  # [B] True where the episode was cut; learned from as if it had ended
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; no contexts: []; --use-vllm: vLLM does this
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
@@ -287,7 +288,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, cut at the model's longest context; first what ends an answer, if it is not there yet
+                    # The chat as tokens, at most the longest context; before it an answer's end token, if it lacks one
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # it is cut for all agents, before anyone answers
@@ -335,7 +336,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """critic(h_t), read before each sampled token, [rows, S]: a model, or a head on the actor, which learns too."""
+    """critic(h_t), read before each sampled token, [rows, S]; a separate critic ignores the actor's hidden_states."""
     sampled = rollout.turns[rows] > 0
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
@@ -367,7 +368,7 @@ def learn(agent, rollout, args, generator):
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: noise is not blown up
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
         rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
 
     # 2. m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. V = m_k + critic
@@ -376,7 +377,7 @@ def learn(agent, rollout, args, generator):
     for k in range(1, distributed.max(rollout.turns) + 1):
         in_turn = (rollout.turns == k).float()
         is_first = in_turn * (in_turn.cumsum(1) == 1)  # one token of each episode: long answers weigh no more
-        baseline += in_turn * distributed.masked_mean(rewards_to_go, is_first)  # m_k; 0 where there is none
+        baseline += in_turn * distributed.masked_mean(rewards_to_go, is_first)  # m_k, own episode included
 
     # 3. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
@@ -401,7 +402,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # over processes, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # a mean over processes, as gradients
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens

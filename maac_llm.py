@@ -14,13 +14,13 @@ log pi sums over its tokens. As in CoMLRL the policy loss has no probability rat
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
 
 The losses' means are over a mini-batch's turns in which any agent acts (of H: an agent's tokens). pi_old, V_old, r and
-A are from before the optimiser steps; every step but the first is off-policy. A cut counts as an end. Opposite rewards
-average to 0. KL penalty, s and m_t are not on CoMLRL's page.
+A are from before the optimiser steps; later steps are off-policy. A cut counts as an end. Opposite rewards cancel. KL
+penalty, s and m_t are additions to CoMLRL's page. Without the normalisation flags e_t is not divided, and A' = A.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-Models stay in eval mode but for --lora-dropout. All log pi are of logits / temperature over the whole vocabulary.
+Models stay in eval mode but for --lora-dropout. log pi is of logits / temperature over all tokens, whatever --top-p is.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
@@ -156,8 +156,8 @@ class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. An agent
-    acts in the episodes that it observes, unless step or a lack of room cuts them. Episodes in a set `failed`, if it
-    has one, are not learned from. Two agents, one after the other, with opposite rewards:
+    acts in the episodes that it observes, unless step or a lack of room cuts them; one that nobody observes has ended.
+    An attribute `failed`, a set of episodes not to learn from, is optional. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -235,10 +235,10 @@ class Rollout:
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; not read in learn
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted: learn reads these
-    truncated: torch.Tensor  # [B] True where the episode was cut; V = 0 there all the same
+    truncated: torch.Tensor  # [B] True where the episode was cut; learned from as if it had ended
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; no contexts: []; --use-vllm: vLLM does this
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
@@ -285,7 +285,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, cut at the model's longest context; first what ends an answer, if it is not there yet
+                    # The chat as tokens, at most the longest context; before it an answer's end token, if it lacks one
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # it is cut for all agents, before anyone answers
@@ -355,25 +355,26 @@ def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
-    # [B, T + 1] the mean over agents of what they earn in turn t, in column t; column 0 is for tokens that are read
-    rewards = sum(models.rewards_by_turn(rollout, num_turns) for rollout in rollouts) / len(agents)
+    # [B, T + 1] the mean over agents of what they earn in turn t, in column t; column 0 is empty, of tokens they read
+    earned = sum(models.rewards_by_turn(rollout, num_turns) for rollout in rollouts) / len(agents)
     num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for rollout, mask in zip(rollouts, masks))
-    played = num_sampled.clamp(max=1)  # [B, T + 1] 1 on turns in which anyone acted
+    played = (num_sampled > 0).float()  # [B, T + 1] 1 on turns in which anyone acted
 
     # 1. Rewards, in standard deviations of what an episode earns
+    rewards = earned
     if args.reward_normalization:
-        _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
-        critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # falls slowly: noise is not blown up
-        rewards = rewards / (critic.state["std"] + args.reward_norm_eps)  # e_t
+        _, std = distributed.mean_std(earned.sum(1), played.amax(1))
+        critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # falls slowly: late noise stays small
+        rewards = earned / (critic.state["std"] + args.reward_norm_eps)  # e_t
 
     # 2. m_t: what is still earned from turn t on, undiscounted, a mean over this rollout. V = m_t + critic
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
-    baseline = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1]
+    baseline = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1], 0 in turns that nobody played
 
-    # 3. Log-probabilities and values before the update; the KL penalty, with which the rewards are r_t
+    # 3. Log-probabilities and values before the update; less the KL penalty rewards become r_t
     metrics = []
-    text = TeamText(**models.join_transcripts(agents, rollouts, critic, num_turns))  # ends the run if it is too long
-    old_values = torch.zeros_like(rewards)
+    text = TeamText(**models.join_transcripts(agents, rollouts, critic, num_turns))  # too long for it: ends the run
+    old_values = torch.zeros_like(earned)
     with torch.no_grad():
         for agent, rollout, mask in zip(agents, rollouts, masks):
             old_logprobs = torch.zeros_like(mask)  # for the KL penalty; for PPO's ratio keep them in a list
@@ -401,7 +402,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # over processes, as gradients are
+            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # over processes, as gradients
             num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1e-6) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
                 for agent, rollout, mask, count in zip(agents, rollouts, masks, num_tokens):

@@ -17,20 +17,20 @@ has read and written before it samples a_t, its action, a token of turn k:
 
 pi_old, V_old, A and R are from before the optimiser steps; pi_ref is the reference. After the last action V_old = 0
 where the episode ends, and V of all that was read and written where it is cut, by its environment or for lack of room
-(m is then of what is earned after turn k). A' = (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the
-last update). With --action-granularity turn an action is an answer, whose tokens all have its A'; its V is that of its
-first token, unless --turn-value-reduction says otherwise. Means are over a mini-batch's sampled tokens; over its
-actions for the critic and, with --turn-level-clip, where rho is the product over an answer's tokens, for max(...).
+(m there: of what is earned from a next action on). A' = (A - mean) / s over the rollout's actions, s = max(std, 0.98 s
+of the last update); A without --advantage-normalization. With --action-granularity turn an action is an answer in r, V,
+delta and A, and its tokens all have its A', while rho, d and H stay those of tokens; its V is that of its first token,
+unless --turn-value-reduction says otherwise. The losses' means are over a mini-batch: max(...), KL and H over its
+sampled tokens, the critic's over its actions. --turn-level-clip: rho is a product, and max(...) a mean, over answers.
 
     python ppo_llm.py                                                                      guess a number
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
     torchrun --nproc-per-node 2 ppo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --actor-learning-rate 5e-4
 
-Models stay in eval mode, but for --lora-dropout in the optimiser steps. All log pi are of logits / temperature, over
-the whole vocabulary, however tokens are sampled.
+Models stay in eval mode but for --lora-dropout. log pi is of logits / temperature over all tokens, whatever --top-p is.
 With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
-Shapes: N agents, B episodes of one process, S tokens of the longest transcript and one more, padded on the right, D
-units of a hidden state.
+Shapes: N agents, B episodes of one process (in self-play times the agent's seats), S tokens of the longest transcript
+and one more, padded on the right, D units of a hidden state.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
 """
 
@@ -189,8 +189,8 @@ class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. An agent
-    acts in the episodes that it observes, unless step or a lack of room cuts them. Episodes in a set `failed`, if it
-    has one, are not learned from. Two agents, one after the other, with opposite rewards:
+    acts in the episodes that it observes, unless step or a lack of room cuts them; one that nobody observes has ended.
+    An attribute `failed`, a set of episodes not to learn from, is optional. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -271,7 +271,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at once; no contexts: []; --use-vllm: vLLM does this
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
@@ -318,7 +318,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):
                 for b, chat in observed.items():
-                    # As tokens, cut at the model's longest context; first what ends an answer, if it is not there yet
+                    # The chat as tokens, at most the longest context; before it an answer's end token, if it lacks one
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # it is cut for all agents, before anyone answers
@@ -366,7 +366,7 @@ def policy_forward(policy, rollout, where, rows, args):
 
 
 def critic_forward(agent, rollout, where, rows, hidden_states):
-    """critic(h_t) = V(h_t) - m_k at these places, [rows, S], by a critic, or a head on the actor, which learns too."""
+    """critic(h_t) = V(h_t) - m_k at these places, [rows, S]; a separate critic ignores the actor's hidden_states."""
     where = where[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=where).hidden_states
@@ -397,8 +397,8 @@ def sum_by_action(x, start):
 def mean_rewards_to_go(rewards, turns, is_first, is_last, is_bootstrap):
     """m_k on the tokens of turn k, [B, S]: the mean that episodes earn from turn k on where the agent acts in it.
 
-    Behind a transcript that was cut, whose last turn is k: the mean of what is earned after turn k where the agent acts
-    again; if nowhere, m_k. So a row of self-play has the means of its own seat, where seats move one after the other.
+    In self-play with seats that move one after the other a turn is of one seat, and so is its m_k. Behind a transcript
+    that was cut, whose last turn is k: the mean of what others earn from their next action on; if none acts again, m_k.
     """
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     last_turn = turns.amax(1, keepdim=True)  # [B, 1]
@@ -407,10 +407,10 @@ def mean_rewards_to_go(rewards, turns, is_first, is_last, is_bootstrap):
         in_turn = turns == k
         m_k = distributed.masked_mean(rewards_to_go, is_first * in_turn)  # 0 if nobody acts in turn k
         baseline += in_turn * m_k
-        goes_on = is_last * in_turn * (last_turn > k)
+        acts_again = is_last * in_turn * (last_turn > k)
         m_end = m_k  # behind a cut
-        if distributed.max(goes_on):
-            m_end = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), goes_on)
+        if distributed.max(acts_again):
+            m_end = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), acts_again)
         baseline += is_bootstrap * (last_turn == k) * m_end
     return baseline
 
@@ -427,7 +427,7 @@ def learn(agent, rollout, args, generator):
     is_last = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))
     if args.action_granularity == "token" or (args.action_granularity == "auto" and args.num_turns == 1):
         action_mask = value_weights = mask
-        start = columns  # [B, S] the column in which a token's action starts
+        start = columns  # [B, S] the column in which a sampled token's action starts
     else:
         action_mask = is_first
         start = (is_first * columns).cummax(1).values.long()
@@ -459,7 +459,7 @@ def learn(agent, rollout, args, generator):
             if args.kl_loss_coef > 0:
                 ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, mask > 0, rows, args)
             token_values[rows] = baseline[rows] + critic_forward(agent, rollout, where, rows, hidden_states)
-    old_logprobs = old_logprobs.where(mask > 0, 0.0)  # not of what stands behind a cut end
+    old_logprobs = old_logprobs.where(mask > 0, 0.0)  # not of the padding behind a cut end
     old_values = sum_by_action(token_values * value_weights, start)
 
     # 5. Advantages [B, S] of the tokens, and returns, the critic's targets. Another algorithm puts its own here
@@ -469,7 +469,7 @@ def learn(agent, rollout, args, generator):
     advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: noise is not blown up
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
     advantages = advantages.gather(1, start)  # each token has that of its action
 
@@ -483,12 +483,12 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # over processes, as gradients are
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # a mean over processes, as gradients
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, mask > 0, rows, args)
-                log_ratio = (logprobs - old_logprobs[rows]) * mask[rows]
+                log_ratio = logprobs - old_logprobs[rows]  # both are 0 where no token was sampled
                 if args.turn_level_clip:
                     log_ratio = sum_by_action(log_ratio, start[rows])
                 ratio = log_ratio.exp()
@@ -498,9 +498,9 @@ def learn(agent, rollout, args, generator):
                 clip_fraction = ((ratio != clipped_ratio) * ratio_mask[rows]).sum() / num_ratios
                 kl_loss = torch.zeros_like(policy_loss)
                 if args.kl_loss_coef > 0:
-                    d = (ref_logprobs[rows] - logprobs) * mask[rows]
+                    d = ref_logprobs[rows] - logprobs
                     kl_loss = (d.exp() - d - 1).sum() / num_tokens
-                mean_entropy = (entropy * mask[rows]).sum() / num_tokens
+                mean_entropy = entropy.sum() / num_tokens
 
                 values = baseline[rows] + critic_forward(agent, rollout, mask > 0, rows, hidden_states)
                 values = sum_by_action(values * value_weights[rows], start[rows])
@@ -558,7 +558,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     args = args or Args()
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
-    task = tasks.load_task(task, args, default=sys.modules[__name__])  # Env, as a TeamEnv
+    task = tasks.load_task(task, args, default=sys.modules[__name__])  # Env in this file, as a TeamEnv
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
     batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
     run = Run(args, __file__, task, batches)
