@@ -9,8 +9,9 @@
 Agents that start from a model's folder answer prompts and learn from them in one pass, a few times over; ppo_llm's
 adapters are of rank 8 on the attention's four projections. Prints one JSON line: joint samples and new tokens per
 second (median iteration), samples per second of the first iteration and of all, the processor's seconds of the whole
-training, which say more than the clock's where others use the machine, and the share of the time that is not spent
-inside a forward pass, a backward pass or an optimiser step. On a GPU also the seconds of an iteration by phase, the
+training, which say more than the clock's where others use the machine, the share of the time that is not spent
+inside a forward pass, a backward pass or an optimiser step, and the share of the positions that models compute which
+are no padding. On a GPU also the seconds of an iteration by phase, the
 milliseconds of one token of all rows, those that it takes to read the model's weights once at the measured speed of a
 copy, and the most memory that was in use.
 """
@@ -32,6 +33,7 @@ import ippo_llm
 import ppo_llm
 from benchmark.peer_speed import model_folder, prompts, reward_func
 from utils.cli import UserError
+from utils.models import causal_lm
 
 
 def train_dataset(size, seed):
@@ -117,6 +119,34 @@ class Stopwatch:
         setattr(owner, name, watched)
 
 
+class Positions:
+    """How many positions of their rows models compute, and on how many of these stands a token that is needed."""
+
+    def __init__(self):
+        self.computed, self.needed = 0, 0
+
+    def watch(self):
+        read, forward = causal_lm.read, causal_lm.forward
+
+        def watched_read(model, ids, places):
+            columns = torch.arange(1, places.shape[1] + 1, device=places.device)
+            lengths = (places * columns).amax(1)  # up to the last place of a row
+            self.needed += int(lengths.sum())
+            self.computed += len(lengths) * int(lengths.max())
+            return read(model, ids, places)
+
+        def watched_forward(model, input_ids, attention_mask=None, cache=None, **options):
+            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            if cache is None:
+                _, mask, _ = causal_lm.read_once(input_ids, mask)
+            mask = mask[:, -input_ids.shape[1] :]
+            self.needed += int(mask.sum())
+            self.computed += mask.numel()
+            return forward(model, input_ids, attention_mask, cache, **options)
+
+        causal_lm.read, causal_lm.forward = watched_read, watched_forward
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=model_folder, help="a model's folder")
@@ -142,6 +172,8 @@ def main():
     for owner, name in ((type(model), "forward"), (type(model.base_model), "forward"), (torch.Tensor, "backward")):
         inside.watch(owner, name)
     inside.watch(torch.optim.AdamW, "step")
+    positions = Positions()
+    positions.watch()
     counter = FlopCounterMode(display=False)
     start = time.process_time()
     try:
@@ -163,6 +195,7 @@ def main():
         "all_iterations_samples_per_second": round(statistics.harmonic_mean(samples_per_second), 1),
         "cpu_seconds": round(cpu_seconds, 1),
         "share_outside_model_calls": round(1 - inside.seconds / sum(run.totals.values()), 4),
+        "share_of_positions_without_padding": round(positions.needed / positions.computed, 3),
     }
     if flags.flops:
         samples = flags.prompts * flags.iterations
