@@ -35,6 +35,19 @@ def test_what_agents_earn_that_are_paid_the_opposite_is_shown(tmp_path):
     draw_curves(rows, tmp_path / "curves.png", "a game")
 
 
+def test_a_game_is_shown_with_what_was_read():
+    sample = {"update": 1, "reward": 0.0, "rewards": [[0.0, 1.0], [-1.0]], "item": {"seed": 7}}
+    sample |= {"prompts": [["<user> You have K.", "<user> bet"], ["<user> You have J."]]}
+    sample |= {"completions": [["pass", "bet"], ["bet"]]}
+    lines = side_by_side([sample], width=120).splitlines()
+    assert lines[1:3] == ["sample of update 1, rewards 1.00, -1.00", "seed: 7"]
+    assert [cell.strip() for cell in lines[5].split(" | ")] == [
+        "[1] <user> You have K. -> pass",
+        "[1] <user> You have J. -> bet",
+    ]
+    assert lines[6].split(" |")[0].strip() == "[2] <user> bet -> bet"
+
+
 def test_a_title_is_no_formula(tmp_path):
     draw_curves([{"global_step": 4, "reward_mean": 1.0}], tmp_path / "curves.png", "costs $5 and $x^{")
     assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -116,13 +116,17 @@ def outcome(rows, num_updates, optimum=None):
 
 
 def side_by_side(samples, width=None):
-    """Episodes, as in samples.jsonl, as text for a terminal: the agents' answers in columns."""
+    """Episodes, as in samples.jsonl, as text for a terminal: the agents' answers in columns.
+
+    Of a game, whose item is no more than a seed, also what each read before it answered.
+    """
     width = width or min(160, shutil.get_terminal_size((120, 24)).columns)
     lines = []
     for sample in samples:
         texts = sample["completions"]
         column = max(20, (width - 3 * (len(texts) - 1)) // len(texts))
         item = sample["item"]
+        is_game = isinstance(item, dict) and set(item) == {"seed"}
         if isinstance(item, dict):
             item = "  ".join(f"{key}: {one_line(value)}" for key, value in item.items())
         own = [sum(rewards) if isinstance(rewards, list) else rewards for rewards in sample["rewards"]]
@@ -134,7 +138,7 @@ def side_by_side(samples, width=None):
         cells = []
         for i, text in enumerate(texts):
             cells.append([f"agent {i}:"])
-            for line in as_text(text).split("\n"):
+            for line in as_text(text, sample["prompts"][i] if is_game else None).split("\n"):
                 cells[i] += textwrap.wrap(line, column)
         for k in range(max(map(len, cells))):
             row = [cell[k] if k < len(cell) else "" for cell in cells]
@@ -142,6 +146,9 @@ def side_by_side(samples, width=None):
     return printable("\n".join(lines))
 
 
-def as_text(turns):
-    """An agent's answers in one episode, of one turn or of many, as one text."""
-    return turns if isinstance(turns, str) else "\n".join(f"[{k}] {text}" for k, text in enumerate(turns, 1))
+def as_text(turns, prompts=None):
+    """An agent's answers in one episode, of one turn or many, as one text; each after what was read, if given."""
+    if isinstance(turns, str):
+        return turns if prompts is None else f"{one_line(prompts)} -> {turns}"
+    answers = turns if prompts is None else [f"{one_line(read)} -> {text}" for read, text in zip(prompts, turns)]
+    return "\n".join(f"[{k}] {text}" for k, text in enumerate(answers, 1))
