@@ -1,10 +1,18 @@
-"""benchmark.speed: what it counts."""
+"""What benchmark.speed counts, and benchmark.side_by_side's table."""
 
+import csv
+import json
+import re
+
+import pytest
 import torch
 from helpers import build_model
+from processes import ROOT, SCRIPTS
 from transformers import AutoTokenizer
 
+from benchmark import side_by_side
 from benchmark.speed import Positions
+from utils.cli import UserError, parse
 from utils.models import causal_lm
 
 
@@ -26,3 +34,46 @@ def test_padding_is_what_is_computed_and_not_needed(monkeypatch):
     assert (positions.needed, positions.computed) == (8 + 5, 10 + 6)
     causal_lm.forward(model, ids[:, :1], torch.nn.functional.pad(mask, (0, 1), value=1), out.cache, keep=1)
     assert (positions.needed, positions.computed) == (8 + 5 + 3, 10 + 6 + 3)
+
+
+def write_run(folder, seconds):
+    """A run of 64 joint samples in each of so many seconds."""
+    folder.mkdir(parents=True)
+    config = {
+        "command": ["ippo_llm.py"],
+        "args": {"task": folder.name, "env": None, "seed": 1},
+        "script": "ippo_llm.py",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    with open(folder / "metrics.csv", "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["global_step", "reward_mean", "time/play", "time/learn"])
+        table.writerows([64 * k, 0.5, value / 4, 3 * value / 4] for k, value in enumerate(seconds, 1))
+
+
+def test_the_speeds_of_two_systems_stand_side_by_side(monkeypatch, tmp_path, capsys):
+    jobs = []
+
+    def run_jobs(given, output_dir, workers):
+        jobs.extend(given)
+        for job in given:
+            write_run(tmp_path / job.name, [8.0, 4.0, 2.0] if job.name.startswith("comlrl") else [2.0, 1.0, 0.5])
+
+    monkeypatch.setattr(side_by_side, "run_jobs", run_jobs)
+    python = tmp_path / "python"
+    python.touch()
+    side_by_side.main(side_by_side.Args(peer=str(python), peer_ippo=str(python), output_dir=str(tmp_path)))
+    rows = re.findall(r"^\| (\w+) \| (\w+) \| (.*) \| (.*) \| (.*) \|$", capsys.readouterr().out, flags=re.M)
+    ours, theirs = "64.00 (32.00 to 128.00)", "16.00 (8.00 to 32.00)"
+    assert [row[2:] for row in rows[1:]] == [(ours, theirs, "4.0")] * 12
+    for job in jobs:
+        if not job.name.startswith("comlrl"):
+            args = parse(SCRIPTS[job.argv[1].removesuffix(".py")].Args, job.argv[2:])
+            assert args.max_episodes == 320 and job.name.endswith(f"/{args.task}")
+
+
+def test_a_python_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="--peer takes a Python, got none"):
+        side_by_side.main(side_by_side.Args())
+    with pytest.raises(UserError, match=f"--peer-ippo takes a Python, got {tmp_path / 'no'}"):
+        side_by_side.main(side_by_side.Args(peer=str(ROOT / "README.md"), peer_ippo=str(tmp_path / "no")))
