@@ -1,6 +1,6 @@
 """Make every run, table and picture of this folder, two runs at a time, of one thread each.
 
-    python -m benchmark                                         about seven hours on two cores
+    python -m benchmark                                         about fourteen hours on two cores
     python -m benchmark --size quick --output-dir runs/quick    the same pictures from a few updates of each run
 
 Runs are made in <output-dir>/runs; of each, <output-dir>/results keeps metrics.csv, which is the same to the byte every
@@ -23,6 +23,7 @@ from utils import plot
 from utils.benchmark import Failed, Job, check_seeds, finished, locked, run_jobs, write_manifest
 from utils.cli import UserError, command_line, flags
 from utils.files import read_json, write_whole, writing
+from utils.probe import LEARNED, middle_mean
 from utils.same import is_time
 
 HERE = Path(__file__).resolve().parent
@@ -35,12 +36,12 @@ THIRD = "--num-train-epochs 1"
 TASKS = {"tldr": "", "number": "--num-turns 3 --max-new-tokens 4", "code": "--max-new-tokens 48"}
 NUMBER = {"number": "--max-new-tokens 4"}  # one turn
 ONE_TURN = TASKS | NUMBER
+TLDR, GUESS = {"tldr": ""}, {"guess": ""}
 TEAM = {
     "tldr": "--num-agents 2 --num-turns 1 --max-new-tokens 72 --gae-lambda 0.95",
     "number": f"--num-agents 2 {TASKS['number']}",
 }
 TEAM |= {"code": f"--num-agents 2 --num-turns 1 {TASKS['code']}"}
-TLDR, GUESS = {"tldr": ""}, {"guess": ""}
 ALONE = {"code": f"--num-turns 1 {TASKS['code']}", "guess": "--train-size 1536"}  # one agent
 
 RUNS = {  # group: command, tasks
@@ -53,8 +54,8 @@ RUNS = {  # group: command, tasks
     "ppo": (PPO, TEAM | GUESS),
     "ippo_third": (f"{IPPO} --use-separate-critic {THIRD}", ONE_TURN),
     "iac_third": (f"{IAC} --use-separate-critic {THIRD}", ONE_TURN),
-    "ippo_no_kl": (f"{IPPO} --use-separate-critic {THIRD} --kl-coef 0", NUMBER),
-    "iac_no_kl": (f"{IAC} --use-separate-critic {THIRD} --kl-coef 0", NUMBER),
+    "ippo_no_kl": (f"{IPPO} --use-separate-critic {THIRD} --kl-coef 0", TLDR | NUMBER),
+    "iac_no_kl": (f"{IAC} --use-separate-critic {THIRD} --kl-coef 0", TLDR | NUMBER),
     "comlrl_ippo": (f"{PEER} ippo --critic separate {THIRD}", ONE_TURN),
     "comlrl_iac": (f"{PEER} iac --critic separate {THIRD}", ONE_TURN),
     "maac_third": (f"{MAAC} {THIRD}", ONE_TURN),
@@ -66,28 +67,23 @@ RUNS = {  # group: command, tasks
     "agilerl": (f"{PEER_PPO} agilerl {THIRD}", {"guess": ALONE["guess"]}),
     "trl": (f"{PEER_PPO} trl {THIRD}", {"code": ""}),
 }
-SMALL_DIFFERENCES = re.compile(  # which have seven seeds, not three
-    "^((ippo|iac)_third.*/tldr|comlrl_(ippo|iac)/tldr|ppo_third.*/guess)$"
-)
+SEEDS = {  # of runs GROUP/TASK, how many; else 3
+    "(ippo|iac)_third/tldr|comlrl_(ippo|iac)/tldr": 7,
+    "(ippo|iac)_third_.*|ppo_third.*|(ippo|iac)_(critic|head)/.*|(maac|magrpo|ppo)/.*": 5,
+}
 PEERS = {"comlrl_ippo": "peer_ippo", "comlrl": "peer", "agilerl": "peer_agilerl", "trl": "peer_trl"}  # flags
 DETAILS = {  # by script: what is changed, one at a time
     "ippo": {
         "lambda 0": "--gae-lambda 0",
         "lambda 1": "--gae-lambda 1",
-        "no KL penalty": "--kl-coef 0",
         "entropy bonus 0.01": "--entropy-coef 0.01",
     },
-    "iac": {
-        "no KL penalty": "--kl-coef 0",
-        "no advantage normalisation": "--no-advantage-normalization",
-    },
+    "iac": {"no advantage normalisation": "--no-advantage-normalization"},
     "ppo": {
         "lambda 0": "--gae-lambda 0",
         "lambda 1": "--gae-lambda 1",
         "a turn as the action": "--action-granularity turn",
-        "a turn, lambda 0.95": "--action-granularity turn --gae-lambda 0.95",
         "entropy bonus 0.01": "--entropy-coef 0.01",
-        "no KL penalty": "--kl-loss-coef 1e-9",  # with 0 the drift from the reference is not read
         "no advantage normalisation": "--no-advantage-normalization",
     },
 }
@@ -137,7 +133,8 @@ def seeds_of(runs, args):
     """The seeds of GROUP/TASK."""
     if args.seeds is not None:
         return args.seeds
-    return range(1, 8) if args.size == "full" and SMALL_DIFFERENCES.search(runs) else range(1, 4)
+    found = [number for pattern, number in SEEDS.items() if re.fullmatch(pattern, runs)]
+    return range(1, (found[0] if found and args.size == "full" else 3) + 1)
 
 
 # --- What is made of it -----------------------------------------------------------------------------------------------
@@ -188,18 +185,21 @@ def pictures(results, folder):
     for name, groups in PICTURES.items():
         task = ONE_TASK.get(name, "*")
         there = {label: group for label, group in groups.items() if any(results.glob(f"{group}/{task}__*"))}
-        if not there:
+        if not there or (name in DETAILS and len(there) == 1):  # the default alone
             continue
         curves = plot.load([f"{label}:{results / group}/{task}__*" for label, group in there.items()])
         curves = {key: curves[key] for key in sorted(curves, key=lambda key: ORDER.index(key[1]))}
-        (plot.draw_finals if name in DETAILS else plot.draw)(curves, folder / f"{name}.png")
+        if name in DETAILS:
+            plot.draw_finals(curves, folder / f"{name}.png")
+        else:
+            plot.draw(curves, folder / f"{name}.png", by="samples")
         rows = plot.table(curves)
         commands = [[label, f"`{RUNS[group][0]}`"] for label, group in there.items()]
-        kind = "Final rewards" if name in DETAILS else "Rewards by joint samples and by minutes"
+        kind = "Final rewards" if name in DETAILS else "Rewards by joint samples"
         picture = f"![{kind}: {'; '.join(there)}]({name}.png)"
-        tables |= {name: [picture, "", *plot.table_lines(rows)], f"{name} in short": rewards_of(rows)}
+        tables |= {name: [picture, "", *plot.table_lines(rows, seconds=False)], f"{name} in short": rewards_of(rows)}
         tables[f"{name} commands"] = plot.markdown("|command, but for task and seed", commands)
-        tables[f"{name} in time"] = in_time(curves)
+        tables[f"{name}, how soon"] = how_soon(curves)
         try:
             found = plot.aggregate(curves)
         except UserError as reason:
@@ -218,8 +218,29 @@ def rewards_of(rows):
     return plot.markdown("|".join(["", *tasks]), lines)
 
 
-def in_time(curves):
-    """How long ours and CoMLRL's take, and how soon ours reach the reward that CoMLRL's end with: lines of Markdown.
+def probe_lines(folder):
+    """What each script learns of the probes, by utils.probe's tables in a folder: lines of Markdown."""
+    files = [folder / f"{name}_llm.json" for name in ("ippo", "iac", "maac", "magrpo", "ppo")]
+    found = {file.stem: read_json(file)["probes"] for file in files if file.exists()}
+    lines = {}
+    for name, probes in found.items():
+        for probe in probes:
+            start = [probe["name"], probe["ability"], f"{probe['random']:.2f}", f"{probe['best']:.2f}"]
+            row = lines.setdefault(probe["name"], start + [""] * len(found))
+            share = f"{probe['share']:.0%}" if probe["share"] < LEARNED else f"**{probe['share']:.0%}**"
+            row[4 + list(found).index(name)] = f"{share}: {', '.join(f'{score:.2f}' for score in probe['last'])}"
+    means = []
+    for probes in found.values():
+        shares = []
+        for probe in probes:
+            shares += [(score - probe["random"]) / (probe["best"] - probe["random"]) for score in probe["last"]]
+        means.append(f"{middle_mean(shares):.1%}")
+    header = "|".join(["probe", "what it takes", "random", "best", *(f"`{name}.py`" for name in found)])
+    return plot.markdown(header, [*lines.values(), ["", "interquartile mean of the way", "", "", *means]])
+
+
+def how_soon(curves):
+    """After how many joint samples ours reach the reward that CoMLRL's end with: lines of Markdown.
 
     Ours reach it where the mean over seeds of the smoothed rewards does; theirs is the mean over the last tenth.
     """
@@ -228,18 +249,11 @@ def in_time(curves):
         theirs = curves.get((f"CoMLRL's {label.split(',')[0]}", task))
         if not theirs:
             continue
-        goal, whole = np.mean([(curve.final, curve.seconds[-1]) for curve in theirs], axis=0)
-        shortest = min((curve.steps for curve in ours), key=len)
-        ours = [(curve.rewards[: len(shortest)], curve.seconds[: len(shortest)]) for curve in ours]
-        rewards, seconds = np.mean(ours, axis=0)
-        lines.append([task, label, f"{seconds[-1]:.0f}", f"{whole:.0f}", f"{whole / seconds[-1]:.1f}", f"{goal:.3f}"])
-        if (rewards >= goal).any():
-            k = np.argmax(rewards >= goal)
-            lines[-1] += [f"{shortest[k]:.0f}", f"{seconds[k]:.0f}", f"{whole / seconds[k]:.1f}"]
-        else:
-            lines[-1] += ["never", "", ""]
-    header = "task|label|seconds|CoMLRL's seconds|times as long|reward CoMLRL's ends with|joint samples to it"
-    return plot.markdown(f"{header}|seconds to it|CoMLRL's, times as long", lines)
+        goal = np.mean([curve.final for curve in theirs])
+        steps = min((curve.steps for curve in ours), key=len)
+        reached = np.mean([curve.rewards[: len(steps)] for curve in ours], axis=0) >= goal
+        lines.append([task, label, f"{goal:.3f}", f"{steps[np.argmax(reached)]:.0f}" if reached.any() else "never"])
+    return plot.markdown("task|label|reward CoMLRL's ends with|joint samples to it", lines)
 
 
 def fill(pages, tables, folder):
@@ -257,7 +271,7 @@ class BenchmarkArgs:
     """What is run, and where it goes."""
 
     size: Literal["full", "quick"] = "full"  # quick: a few small updates of each run, to another --output-dir
-    seeds: tuple[int, ...] | None = None  # seeds of every run; none: 1 2 3, and up to 7 where differences are small
+    seeds: tuple[int, ...] | None = None  # seeds of every run; none: 1 2 3, up to 5 or 7 where differences are small
     only: tuple[str, ...] = (".",)  # regular expressions: the runs whose GROUP/TASK has one of them in it
     workers: PositiveInt = 2  # runs at a time
     threads: PositiveInt = 1  # threads of each; with another number a run is another, at first in the last digits
@@ -290,7 +304,7 @@ def main(args):
     finally:
         gather(jobs, runs, results)
     with writing(folder):
-        tables = pictures(results, folder)
+        tables = pictures(results, folder) | {"probes": probe_lines(HERE / "results" / "probes")}
         fill(sorted(HERE.glob("*.md")), tables, folder)
         if folder.resolve() == HERE:
             fill([HERE.parent / "README.md"], tables, HERE.parent)

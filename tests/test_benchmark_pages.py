@@ -111,27 +111,27 @@ def test_pictures_are_of_groups_that_are_run():
     for groups in driver.PICTURES.values():
         assert set(groups.values()) <= set(driver.RUNS) and len(set(groups.values())) == len(groups)
     pages = "".join(path.read_text() for path in (ROOT / "benchmark").glob("*.md") if path.stem not in STUDIES)
-    marks = set(re.findall(r"<!-- (.*?) -->\n", pages)) - {"end", "tables", "cost"}
+    marks = set(re.findall(r"<!-- (.*?) -->\n", pages)) - {"end", "probes", "cost"}
     assert marks <= {
         f"{name}{kind}"
         for name in driver.PICTURES
-        for kind in ("", " in short", " in time", " commands", " over tasks")
+        for kind in ("", " in short", ", how soon", " commands", " over tasks")
     }
     assert {"main", "comlrl"} <= marks
     assert re.findall(r"<!-- (.*?) -->\n", (ROOT / "README.md").read_text()) == ["main in short", "end"]
 
 
 def test_how_soon_a_peers_reward_is_reached():
-    def curve(rewards, final, every):
+    def curve(rewards, final):
         steps = np.arange(1, len(rewards) + 1)
-        return plot.Curve(Path(), {}, 1, steps * 64, steps * every, np.array(rewards), 0.0, final, 0.0, 0.0)
+        return plot.Curve(Path(), {}, 1, steps * 64, steps * 10.0, np.array(rewards), 0.0, final, 0.0, 0.0)
 
-    ours = [curve([0.0, 1.0, 2.0], 2.0, 10.0), curve([0.0, 0.5, 1.0, 9.0], 9.0, 12.0)]  # together 0, 0.75, 1.5
-    theirs = [curve([0.0, 0.0], 0.6, 50.0), curve([0.0, 0.0], 0.9, 60.0)]  # 0.75 in 110 seconds
+    ours = [curve([0.0, 1.0, 2.0], 2.0), curve([0.0, 0.5, 1.0, 9.0], 9.0)]  # together 0, 0.75, 1.5
+    theirs = [curve([0.0, 0.0], 0.6), curve([0.0, 0.0], 0.9)]  # 0.75
     groups = {("IPPO", "a"): ours, ("CoMLRL's IPPO", "a"): theirs, ("IPPO, more", "a"): theirs, ("IAC", "a"): ours}
-    lines = driver.in_time(groups)
-    assert lines[2] == "| a | IPPO | 33 | 110 | 3.3 | 0.750 | 128 | 22 | 5.0 |"
-    assert lines[3] == "| a | IPPO, more | 110 | 110 | 1.0 | 0.750 | never |  |  |" and lines[4:] == [""]
+    lines = driver.how_soon(groups)
+    assert lines[2] == "| a | IPPO | 0.750 | 128 |" and lines[3] == "| a | IPPO, more | 0.750 | never |"
+    assert lines[4:] == [""]
 
 
 @pytest.mark.slow

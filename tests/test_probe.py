@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -200,6 +201,23 @@ def test_probes_are_those_that_a_script_can_play():
         probe.probes_of(probe.Args(probes=("delayed-4",)), flags - {"--num-turns"})
     (one,) = probe.probes_of(probe.Args(probes=("memory-5",)), flags)
     assert one.words[4:] == ["--num-agents", "1", "--num-turns", "5", "--max-new-tokens", "1"]
+
+
+@pytest.mark.parametrize(
+    "columns, last",
+    [
+        ({"agent_0/entropy": (2.0, 1.8), "agent_0/explained_variance": (0.0, 0.7)}, 0.7),
+        ({"agent_0/entropy": (2.0, 0.5), "agent_0/explained_variance": (0.0, 0.7)}, 0.25),
+        ({"agent_0/entropy": (2, 1), "agent_1/entropy": (4, 3), "critic/explained_variance": (0, 0.9)}, 2 / 3),
+        ({"agent_0/entropy": (2.0, 1.2)}, 0.6),
+    ],
+    ids=["values", "entropy", "a team's critic", "no critic"],
+)
+def test_a_critic_is_scored_by_what_its_values_explain_and_what_is_left_of_the_entropy(tmp_path, columns, last):
+    lines = [",".join(columns), *(",".join(str(values[k > 10]) for values in columns.values()) for k in range(20))]
+    (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
+    scores = probe.scores_of(SimpleNamespace(name="critic-4"), tmp_path)  # of the first of 20 updates, of the last two
+    assert scores[1] == pytest.approx(last) and scores[0] == (1.0 if len(columns) == 1 else 0.0)
 
 
 @pytest.mark.parametrize("values, middle", [([3, 1], 2), ([9, 1, 2, 4], 3), ([-50, 1, 2, 3, 7, 100], 3.25)])

@@ -261,16 +261,18 @@ def write_table(rows, folder):
     (folder / "table.md").write_text("\n".join([*table_lines(rows), READ_AS, ""]), encoding="utf-8")
 
 
-def table_lines(rows):
-    """The rows of `table` as lines of Markdown."""
+def table_lines(rows, seconds=True):
+    """The rows of `table` as lines of Markdown; without `seconds`, those of runs made on different machines."""
     header = "task|label|seeds|first reward|reward|held-out reward|log-prob. under the reference|joint samples"
-    header += "|joint samples to the threshold|seconds|samples/s"
+    header += "|joint samples to the threshold" + seconds * "|seconds|samples/s"
     lines = []
     for row in rows:
-        task, label, seeds, *reward, first, held_out, logprob, steps, goal, median, count, seconds, speed = row.values()
+        task, label, seeds, *reward, first, held_out, logprob, steps, goal, median, count, time, speed = row.values()
         reached = f"{goal:.2f}: {f'{median:.0f}' if np.isfinite(median) else 'never'} ({count}/{seeds})"
         lines.append([task, label, seeds, number(first), estimate(*reward), *map(number, (held_out, logprob))])
-        lines[-1] += [number(steps, 0), "" if np.isnan(goal) else reached, number(seconds, 0), number(speed, 1)]
+        lines[-1] += [number(steps, 0), "" if np.isnan(goal) else reached]
+        if seconds:
+            lines[-1] += [number(time, 0), number(speed, 1)]
     return markdown(header, lines)
 
 

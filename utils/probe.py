@@ -7,8 +7,9 @@ A game takes --episodes of an untrained model of 0.1 million parameters that kno
 says any of them from the start. utils/tasks/probe.py and utils/envs/probe.py have the games, and the exact scores of
 a player of uniformly random letters and of the best one; a game is played by those scripts that have a --task, or an
 --env, that it takes. The score is the mean reward of the last tenth of updates, as sampled; of `critic`, what share of
-the reward's variance the values explain, or what is left of the policy's entropy, whichever is less. The share of the
-way is that from the random player to the best, or, of `critic`, from 0 to 1. From 90 % on it counts as learned.
+the reward's variance the values explain, or what is left of the policy's entropy, whichever is less (the latter where
+there is no critic). The share of the way is that from the random player to the best, or, of `critic`, from 0 to 1.
+From 90 % on it counts as learned.
 """
 
 import contextlib
@@ -195,9 +196,9 @@ def scores_of(probe, folder):
     if probe.name.startswith("critic-"):
         scores = []
         for part in (rows[:1], tenth):
-            explained = 1 - 2 * of_agents(part, "value_loss")  # of rewards whose variance is 1
             left = of_agents(part, "entropy") / of_agents(rows[:1], "entropy")
-            scores.append(min(explained, left))
+            has_critic = any(key.endswith("/explained_variance") for key in rows[0])
+            scores.append(min(left, of_agents(part, "explained_variance")) if has_critic else left)
         return tuple(scores)
     scores = [mean(float(row["reward_mean"]) for row in part) for part in (rows[:1], tenth)]
     if probe.name == "truncation-2":
