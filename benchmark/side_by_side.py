@@ -1,12 +1,14 @@
 """How fast our scripts and CoMLRL's trainers are on the same tasks, two runs at a time, of one thread each.
 
-    python -m benchmark.side_by_side --peer-ippo PEER_IPPO/bin/python --peer PEER/bin/python
+    python -m benchmark.side_by_side --peer-ippo PEER_IPPO/bin/python --peer PEER/bin/python \\
+        --json benchmark/results/side_by_side.json
 
 peer_comlrl.py says how to make the two Pythons, and what is the same in both. Of each pair 320 joint samples are made
 (--samples), and the speed is the median over a run's updates of joint samples a second of sampling and learning. Runs
-that are in --output-dir are not made again. Prints a table.
+that are in --output-dir are not made again. Prints a table, and keeps the speeds of all updates in --json.
 """
 
+import json
 import shlex
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from benchmark.__main__ import IAC, IPPO, MAAC, MAGRPO, ONE_TURN, PEER
 from utils import plot
 from utils.benchmark import Failed, Job, run_jobs
 from utils.cli import UserError, command_line, flags
+from utils.files import write_whole, writing
 
 OURS = {
     "ippo": f"{IPPO} --use-separate-critic",
@@ -35,6 +38,7 @@ class SideBySideArgs:
     samples: PositiveInt = 320  # joint samples of each run
     workers: PositiveInt = 2  # runs at a time
     output_dir: str = "runs/side_by_side"
+    json: str | None = None  # write the speeds to this file
 
 
 @flags
@@ -56,10 +60,22 @@ def jobs_of(args):
     return jobs
 
 
-def speeds(folder):
+def speeds_of(folder):
     """Joint samples a second of each update of a run."""
     _, curve = plot.read(folder)
-    return np.diff(curve.steps, prepend=0) / np.diff(curve.seconds, prepend=0)
+    return (np.diff(curve.steps, prepend=0) / np.diff(curve.seconds, prepend=0)).round(3).tolist()
+
+
+def table_of(speeds):
+    """The speeds, lists by "GROUP/TASK", as lines of Markdown."""
+    rows = []
+    for name in OURS:
+        for task in ONE_TURN:
+            pair = speeds[f"{name}/{task}"], speeds[f"comlrl_{name}/{task}"]
+            cells = [f"{np.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in pair]
+            ours, theirs = map(np.median, pair)
+            rows.append([name.upper(), task, *cells, f"{ours / theirs:.1f}"])
+    return plot.markdown("algorithm|task|joint samples/s|CoMLRL's|times as fast", rows)
 
 
 def main(args):
@@ -67,16 +83,15 @@ def main(args):
     for name in ("peer", "peer_ippo"):
         if not Path(getattr(args, name)).is_file():
             raise UserError(f"--{name.replace('_', '-')} takes a Python, got {getattr(args, name) or 'none'}")
-    failed = run_jobs(jobs_of(args), args.output_dir, args.workers)
+    jobs = jobs_of(args)
+    failed = run_jobs(jobs, args.output_dir, args.workers)
     if failed:
         raise Failed(f"runs failed: {', '.join(failed)}")
-    rows = []
-    for name in OURS:
-        for task in ONE_TURN:
-            ours, theirs = (speeds(Path(args.output_dir) / group / task) for group in (name, f"comlrl_{name}"))
-            cells = [f"{np.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in (ours, theirs)]
-            rows.append([name.upper(), task, *cells, f"{np.median(ours) / np.median(theirs):.1f}"])
-    print("\n".join(plot.markdown("algorithm|task|joint samples/s|CoMLRL's|times as fast", rows)))
+    speeds = {job.name: speeds_of(Path(args.output_dir) / job.name) for job in jobs}
+    if args.json:
+        with writing(Path(args.json).parent):
+            write_whole(Path(args.json), json.dumps(speeds, indent=1) + "\n")
+    print("\n".join(table_of(speeds)))
 
 
 if __name__ == "__main__":

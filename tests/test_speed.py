@@ -62,10 +62,12 @@ def test_the_speeds_of_two_systems_stand_side_by_side(monkeypatch, tmp_path, cap
     monkeypatch.setattr(side_by_side, "run_jobs", run_jobs)
     python = tmp_path / "python"
     python.touch()
-    side_by_side.main(side_by_side.Args(peer=str(python), peer_ippo=str(python), output_dir=str(tmp_path)))
+    flags = {"peer": str(python), "peer_ippo": str(python), "json": str(tmp_path / "speeds.json")}
+    side_by_side.main(side_by_side.Args(**flags, output_dir=str(tmp_path)))
     rows = re.findall(r"^\| (\w+) \| (\w+) \| (.*) \| (.*) \| (.*) \|$", capsys.readouterr().out, flags=re.M)
     ours, theirs = "64.00 (32.00 to 128.00)", "16.00 (8.00 to 32.00)"
     assert [row[2:] for row in rows[1:]] == [(ours, theirs, "4.0")] * 12
+    assert json.loads((tmp_path / "speeds.json").read_text())["ippo/code"] == [32.0, 64.0, 128.0]
     for job in jobs:
         if not job.name.startswith("comlrl"):
             args = parse(SCRIPTS[job.argv[1].removesuffix(".py")].Args, job.argv[2:])
