@@ -1,6 +1,6 @@
 """Make every run, table and picture of this folder, two runs at a time, of one thread each.
 
-    python -m benchmark                                         about fourteen hours on two cores
+    python -m benchmark                                         about ten hours on two cores
     python -m benchmark --size quick --output-dir runs/quick    the same pictures from a few updates of each run
 
 Runs are made in <output-dir>/runs; of each, <output-dir>/results keeps metrics.csv, which is the same to the byte every
@@ -133,8 +133,8 @@ def seeds_of(runs, args):
     """The seeds of GROUP/TASK."""
     if args.seeds is not None:
         return args.seeds
-    found = [number for pattern, number in SEEDS.items() if re.fullmatch(pattern, runs)]
-    return range(1, (found[0] if found and args.size == "full" else 3) + 1)
+    counts = [count for pattern, count in SEEDS.items() if re.fullmatch(pattern, runs)] if args.size == "full" else []
+    return range(1, [*counts, 3][0] + 1)
 
 
 # --- What is made of it -----------------------------------------------------------------------------------------------
@@ -221,21 +221,21 @@ def rewards_of(rows):
 def probe_lines(folder):
     """What each script learns of the probes, by utils.probe's tables in a folder: lines of Markdown."""
     files = [folder / f"{name}_llm.json" for name in ("ippo", "iac", "maac", "magrpo", "ppo")]
-    found = {file.stem: read_json(file)["probes"] for file in files if file.exists()}
+    tables = {file.stem: read_json(file)["probes"] for file in files if file.exists()}
     lines = {}
-    for name, probes in found.items():
+    for name, probes in tables.items():
         for probe in probes:
             start = [probe["name"], probe["ability"], f"{probe['random']:.2f}", f"{probe['best']:.2f}"]
-            row = lines.setdefault(probe["name"], start + [""] * len(found))
+            row = lines.setdefault(probe["name"], start + [""] * len(tables))
             share = f"{probe['share']:.0%}" if probe["share"] < LEARNED else f"**{probe['share']:.0%}**"
-            row[4 + list(found).index(name)] = f"{share}: {', '.join(f'{score:.2f}' for score in probe['last'])}"
+            row[4 + list(tables).index(name)] = f"{share}: {', '.join(f'{score:.2f}' for score in probe['last'])}"
     means = []
-    for probes in found.values():
+    for probes in tables.values():
         shares = []
         for probe in probes:
             shares += [(score - probe["random"]) / (probe["best"] - probe["random"]) for score in probe["last"]]
         means.append(f"{middle_mean(shares):.1%}")
-    header = "|".join(["probe", "what it takes", "random", "best", *(f"`{name}.py`" for name in found)])
+    header = "|".join(["probe", "what it takes", "random", "best", *(f"`{name}.py`" for name in tables)])
     return plot.markdown(header, [*lines.values(), ["", "interquartile mean of the way", "", "", *means]])
 
 

@@ -60,7 +60,7 @@ SENTENCES = [  # page, a sentence, its figures
     (
         "docs/algorithms.md",
         "it has {} nats a token under the initial model, whose own text has -0.33; that of CoMLRL's IPPO, which has no "
-        "penalty, {}",
+        "penalty, {} ([figures]",
         lambda: [final(group, "tldr", "logprob") for group in ("ippo_third", "comlrl_ippo")],
     ),
     (
