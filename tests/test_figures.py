@@ -9,7 +9,7 @@ import pytest
 from processes import ROOT
 
 import benchmark.__main__ as driver
-from benchmark import cost
+from benchmark import cost, side_by_side
 from utils import plot
 from utils.run.reader import read_metrics
 
@@ -131,6 +131,22 @@ def test_the_table_of_costs_is_of_the_kept_measurements():
     text = (ROOT / "benchmark/README.md").read_text()
     assert f"<!-- cost -->\n\n{cost.table_of(measured, tuple(cost.AXES))}\n<!-- end -->" in text
     assert len(measured) == sum(len(values) for values in cost.AXES.values()) - 3  # of which axes share some
+
+
+def test_the_table_of_speeds_is_of_the_kept_measurements():
+    speeds = json.loads((RESULTS / "side_by_side.json").read_text())
+    text = (ROOT / "benchmark/README.md").read_text()
+    table = "\n".join(side_by_side.table_of(speeds)).rstrip()
+    assert f"<!-- side by side -->\n\n{table}\n\n<!-- end -->" in text
+    lowest, highest = {}, {}
+    for row in table.splitlines()[2:]:
+        label, *_, times = [cell.strip() for cell in row.strip("|").split("|")]
+        lowest[label] = min(float(times), lowest.get(label, 99.0))
+        highest[label] = max(float(times), highest.get(label, 0.0))
+    for label in lowest:
+        assert re.search(rf"^\| CoMLRL [\d.]+, {label} \|.*\| {lowest[label]} to {highest[label]} \|", text, flags=re.M)
+    for name in ("README.md", "docs/report.md"):
+        assert f"take {min(lowest.values())} to {max(highest.values())} times as long" in page(name)
 
 
 def test_an_exponent_of_what_is_linear_is_one():
