@@ -46,7 +46,32 @@ def paid_in_a_round(game, update):
     return f"{fmean(read_metrics(folder)[update]['reward_mean'] for folder in folders) / 5 / shared:.1f}"
 
 
+@cache
+def falls_on_code():
+    """How far the reward of each main run, smoothed over nine updates, falls below what it was, by "GROUP__SEED"."""
+    falls = {}
+    for group in driver.PICTURES["main"].values():
+        for folder in sorted((RESULTS / group).glob("code__*")):
+            rewards = [row["reward_mean"] for row in read_metrics(folder)]
+            smooth = [fmean(rewards[max(0, k - 4) : k + 5]) for k in range(len(rewards))]
+            falls[f"{group}{folder.name.removeprefix('code')}"] = max(
+                max(smooth[: k + 1]) - value for k, value in enumerate(smooth)
+            )
+    return falls
+
+
+def test_the_runs_that_fall_are_those_of_the_page():
+    large = {"ippo_critic__4", "ippo_critic__5", "iac_critic__1", "iac_head__2", "iac_head__3"}
+    assert {name for name, fall in falls_on_code().items() if fall > 0.3} == large | {"ippo_head__5"}
+
+
 SENTENCES = [  # page, a sentence, its figures
+    (
+        "benchmark/README.md",
+        "Five other runs on `code` fall by {:.2f} to {:.2f} of the reward",
+        lambda: [bound(sorted(falls_on_code().values())[-6:-1]) for bound in (min, max)],
+    ),
+    ("benchmark/README.md", "fall by {:.2f} at the most.", lambda: [sorted(falls_on_code().values())[-7]]),
     (
         "docs/algorithms.md",
         "in IPPO (`tldr`: {} and {}) and in IAC ({} and {};",
