@@ -22,10 +22,10 @@ def page(name):
 
 
 @cache
-def final(group, task, name="final"):
+def final(group, task, name="final", digits=2):
     """The mean over seeds of what a group's runs end with: their reward, or log-probability."""
     ((_, curves),) = plot.load([f"{group}:{RESULTS / group}/{task}__*"]).items()
-    return f"{fmean(getattr(curve, name) for curve in curves):.2f}"
+    return f"{fmean(getattr(curve, name) for curve in curves):.{digits}f}"
 
 
 def held_out(run, update):
@@ -172,6 +172,28 @@ def test_the_table_of_speeds_is_of_the_kept_measurements():
         assert re.search(rf"^\| CoMLRL [\d.]+, {label} \|.*\| {lowest[label]} to {highest[label]} \|", text, flags=re.M)
     for name in ("README.md", "docs/report.md"):
         assert f"take {min(lowest.values())} to {max(highest.values())} times as long" in page(name)
+
+
+SYSTEMS = {  # of the table "Beside other systems": theirs and ours
+    "CoMLRL 1.2.6, IPPO": ("comlrl_ippo", "ippo_third"),
+    "CoMLRL 1.4.3, IAC": ("comlrl_iac", "iac_third"),
+    "CoMLRL 1.4.3, MAAC": ("comlrl_maac", "maac_third"),
+    "CoMLRL 1.4.3, MAGRPO": ("comlrl_magrpo", "magrpo_third"),
+    "AgileRL 2.58, LLMPPO": ("agilerl", "ppo_alone"),
+    "TRL 1.12, PPO": ("trl", "ppo_alone"),
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_rewards_beside_other_systems_are_of_the_kept_runs(system):
+    row = re.search(rf"^\| {re.escape(system)} \|(.*)\|$", (ROOT / "benchmark/README.md").read_text(), flags=re.M)[1]
+    theirs, ours = SYSTEMS[system]
+    for task, cell in zip(("tldr", "number", "code", "guess"), row.split("|")):
+        if any((RESULTS / theirs).glob(f"{task}__*")):
+            digits = 3 if task == "number" else 2
+            assert cell.strip() == f"{final(theirs, task, digits=digits)}, {final(ours, task, digits=digits)}"
+        else:
+            assert not cell.strip()
 
 
 def test_an_exponent_of_what_is_linear_is_one():
