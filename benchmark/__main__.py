@@ -42,7 +42,7 @@ TEAM = {
     "number": f"--num-agents 2 {TASKS['number']}",
 }
 TEAM |= {"code": f"--num-agents 2 --num-turns 1 {TASKS['code']}"}
-ALONE = {"code": f"--num-turns 1 {TASKS['code']}", "guess": "--train-size 1536"}  # one agent
+ALONE = {"code": f"--num-turns 1 {TASKS['code']} --gae-lambda 0.95", "guess": "--train-size 1536"}  # one agent
 
 RUNS = {  # group: command, tasks
     "ippo_critic": (f"{IPPO} --use-separate-critic", TASKS),
