@@ -2,22 +2,22 @@
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
 actor (its loss trains the actor too) or a model of its own (--use-separate-critic). An agent gives answer a_t in turn
-k after h_t, which is all that it has read and written before; log pi(a_t|h_t) sums over the answer's tokens. As on
-CoMLRL's page the policy loss has no probability ratio and no clip (ppo_llm.py has both):
+k after h_t, all that it has read and written before; log pi(a_t|h_t) sums over its tokens. In the order of `learn`:
 
-    r_t     = e_k - kl_coef (log pi_old - log pi_ref)
+    s       = max(std over episodes of what it earns once it has acted, 0.98 * s of the last update)
+    e_k     = (what it earns from its answer in turn k until its next one) / (s + reward_norm_eps)
+    m_k     = mean over the episodes in which it acts in turn k of the sum of its e_j, j >= k
+    V(h_t)  = critic(h_t) + m_k
+    r_t     = e_k - kl_coef (log pi_old - log pi_ref)  of the answer a_t
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error; t + 1: its next answer; V_old = 0 after the last
-    actor     maximises  mean of  log pi(a_t|h_t) A'_t  + entropy_coef * mean over tokens of H
+    A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
+    actor     maximises  mean of  log pi(a_t|h_t) A'_t + entropy_coef * mean over tokens of H
     critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
                          R_t = A_t + V_old(h_t), V_clip: V(h_t) within value_clip_range of V_old(h_t)
-    e_k     = (what it earns from turn k until it acts again) / (s + reward_norm_eps)
-    s       = max(std over episodes of what it earns once it has acted, 0.98 * s of the last update)
-    V(h_t)  = critic(h_t) + m_k;  m_k: mean of the sum of e_j, its turns j >= k, over episodes in which it acts in k
-    A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
 
-The losses' means are over a mini-batch's answers. pi_old, V_old, r, A and R are from before the optimiser steps; later
-steps are off-policy. A cut counts as an end. KL penalty, s and m_k are additions to CoMLRL's page. Without
-the normalisation flags e_k is not divided, and A' = A.
+The losses' means are over the answers of a mini-batch. pi_old, V_old, r, A and R are from before the optimiser
+steps; later steps are off-policy. As on CoMLRL's page the policy loss has no probability ratio and no clip (ppo_llm.py
+has both); s, m_k and the KL penalty are additions. Without the normalisation flags e_k is not divided, and A' = A.
 
     python iac_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 iac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -62,7 +62,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns; the environment keeps to it; the default task has one turn
+    num_turns: PositiveInt = 1  # longest episode, in steps of the environment; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -141,10 +141,9 @@ class Agent:
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
         self.value_head = models.ValueHead(self.critic or self.actor, args)  # a layer, [n, D] to [n]; starts at 0
-
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
-            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),
+            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # critic None: the head's
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
         self.state = {"std": 0.0}  # the last s; what is in here is saved with the run
@@ -156,9 +155,9 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. An agent
-    acts in the episodes that it observes, unless step or a lack of room cuts them; one that nobody observes has ended.
-    An attribute `failed`, a set of episodes not to learn from, is optional. Two agents in turn, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
+    messages or a string. An agent acts in episodes that it observes, unless these are cut; one that nobody observes has
+    ended. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -228,7 +227,7 @@ class Transcript:
 
 @dataclass
 class Rollout:
-    """B transcripts of one agent, padded on the right."""
+    """B transcripts of one agent, padded on the right: ids with the padding token, the other tensors with 0."""
 
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
@@ -242,7 +241,7 @@ class Rollout:
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
+    """Continue lists of token ids, or none; returns lists of sampled ids, with the end token of each that has ended."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -272,11 +271,12 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
+    A transcript as turn 2 begins, where agents are shown each other's answers, and its `turns`; r_1 is on <end>:
 
-        <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
+        <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
+        0      0      0           1   1      1     0      0   0       0      0
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own, as games have, or the above
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
     truncated = set()  # episodes that were cut, by the environment or for lack of room
@@ -284,14 +284,14 @@ def play(agents, task, items, args, generator):
     with models.sampling(agents, args):  # gives vLLM the weights as they are now, and gathers those that are sharded
         while any(observations):
             turn += 1
-            for agent, own, observed in zip(agents, transcripts, observations):
+            for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat as tokens, at most the longest context; before it an answer's end token, if it lacks one
+                    # Its ids, up to the model's longest context; first an end token, if the last answer lacks one
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # it is cut for all agents, before anyone answers
+                        truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
-            for agent, own, observed in zip(agents, transcripts, observations):
+            for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
                 sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
                 texts = models.decode(sampled, agent, args)  # without special tokens
@@ -302,10 +302,10 @@ def play(agents, task, items, args, generator):
             if not any(actions):
                 break
             observations, rewards, cut = env.step(actions)
-            for own, own_rewards in zip(transcripts, rewards):
+            for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # it has acted, and its last token is one that it sampled
+                    if own[b].answers:  # its last token is of an answer: an agent reads only when it is to act again
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -360,7 +360,7 @@ def learn(agent, rollout, args, generator):
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
     is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of an answer
     columns = torch.arange(mask.shape[1], device=mask.device)
-    start = (is_first * columns).cummax(1).values.long()  # [B, S] the column in which the last answer started
+    start = (is_first * columns).cummax(1).values.long()  # [B, S] the column of the first token of a token's answer
 
     # 1. Rewards, in standard deviations of what an episode earns
     rewards = rollout.rewards
@@ -369,12 +369,12 @@ def learn(agent, rollout, args, generator):
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
         rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
 
-    # 2. m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. V = m_k + critic
+    # 2. m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. The critic learns the rest
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = torch.zeros_like(rewards)
     for k in range(1, distributed.max(rollout.turns) + 1):
-        starts = is_first * (rollout.turns == k)  # where V is read
-        baseline += starts * distributed.masked_mean(rewards_to_go, starts)  # m_k, own episode included
+        in_turn = is_first * (rollout.turns == k)
+        baseline += in_turn * distributed.masked_mean(rewards_to_go, in_turn)  # m_k, own episode included
 
     # 3. Log-probabilities and values before the update; values count on the first token of an answer alone
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
@@ -401,7 +401,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # a mean over processes, as gradients
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process: gradients are averaged
             num_answers = distributed.mean(is_first[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
@@ -426,13 +426,13 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is from before them
+    # 6. Metrics; run.log averages over processes. Losses and entropy: means over the steps; grad_norm: of the last
     policy_loss, value_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
-        "grad_norm": grad_norms[0],  # of the actor, in the last step
+        "grad_norm": grad_norms[0],  # of the actor
         "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),
         "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
         "explained_variance": distributed.explained_variance(returns, old_values, is_first),

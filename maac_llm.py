@@ -2,20 +2,22 @@
 
 Each agent has its own actor; the team has one critic, a model of its own. h_t, which the critic reads, is all that the
 team has read and written before it answers in turn t. Actor i reads its own part of it, h_t^i, and gives answer a_t^i;
-log pi sums over its tokens. As in CoMLRL the policy loss has no probability ratio and no clip (ppo_llm.py has both):
+log pi sums over its tokens. In the order of `learn`:
 
+    s       = max(std over episodes of what the agents earn on average, 0.98 * s of the last update)
+    e_t     = (mean of what the agents earn in turn t, where opposite rewards cancel) / (s + reward_norm_eps)
+    m_t     = mean over the episodes that have a turn t of the sum of e_j, j >= t
+    V(h_t)  = critic(h_t) + m_t
     r_t     = e_t - kl_coef (sum over agents of log pi_old - log pi_ref)
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, of all agents; V_old = 0 after the last turn
-    actor i   maximises  mean of  log pi(a_t^i|h_t^i) A'_t  + entropy_coef * mean over its tokens of H
-    critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
-    e_t     = (mean of what the agents earn in turn t) / (s + reward_norm_eps)
-    s       = max(std of what episodes earn, 0.98 * s of the last update)
-    V(h_t)  = critic(h_t) + m_t;  m_t: mean of the sum of e_j, j >= t, over the episodes that have a turn t
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
+    actor i   maximises  mean of  log pi(a_t^i|h_t^i) A'_t + entropy_coef * mean over its tokens of H
+    critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-The losses' means are over a mini-batch's turns in which any agent acts (of H: an agent's tokens). pi_old, V_old, r and
-A are from before the optimiser steps; later steps are off-policy. A cut counts as an end. Opposite rewards cancel. KL
-penalty, s and m_t are additions to CoMLRL's page. Without the normalisation flags e_t is not divided, and A' = A.
+The losses' means are over the turns of a mini-batch in which any agent acts. pi_old, V_old, r and A are from before the
+optimiser steps; later steps are off-policy. As on CoMLRL's page the policy loss has no probability ratio and no clip
+(ppo_llm.py has both); s, m_t and the KL penalty are additions. Without the normalisation flags e_t is not divided, and
+A' = A.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -59,7 +61,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns; the environment keeps to it; the default task has one turn
+    num_turns: PositiveInt = 1  # longest episode, in steps of the environment; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -144,7 +146,7 @@ class Critic:
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # a layer, [n, D] to [n]; starts at 0
-        self.state = {"std": 0.0}  # the last s; what is in here is saved with the run; needed without a critic too
+        self.state = {"std": 0.0}  # the last s, which rewards are divided by; what is in here is saved with the run
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
@@ -155,9 +157,9 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. An agent
-    acts in the episodes that it observes, unless step or a lack of room cuts them; one that nobody observes has ended.
-    An attribute `failed`, a set of episodes not to learn from, is optional. Two agents in turn, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
+    messages or a string. An agent acts in episodes that it observes, unless these are cut; one that nobody observes has
+    ended. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -227,7 +229,7 @@ class Transcript:
 
 @dataclass
 class Rollout:
-    """B transcripts of one agent, padded on the right."""
+    """B transcripts of one agent, padded on the right: ids with the padding token, the other tensors with 0."""
 
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
@@ -241,7 +243,7 @@ class Rollout:
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
+    """Continue lists of token ids, or none; returns lists of sampled ids, with the end token of each that has ended."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -271,11 +273,12 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
+    A transcript as turn 2 begins, where agents are shown each other's answers, and its `turns`; r_1 is on <end>:
 
-        <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
+        <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
+        0      0      0           1   1      1     0      0   0       0      0
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own, as games have, or the above
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
     truncated = set()  # episodes that were cut, by the environment or for lack of room
@@ -283,14 +286,14 @@ def play(agents, task, items, args, generator):
     with models.sampling(agents, args):  # gives vLLM the weights as they are now, and gathers those that are sharded
         while any(observations):
             turn += 1
-            for agent, own, observed in zip(agents, transcripts, observations):
+            for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat as tokens, at most the longest context; before it an answer's end token, if it lacks one
+                    # Its ids, up to the model's longest context; first an end token, if the last answer lacks one
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # it is cut for all agents, before anyone answers
+                        truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
-            for agent, own, observed in zip(agents, transcripts, observations):
+            for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
                 sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
                 texts = models.decode(sampled, agent, args)  # without special tokens
@@ -301,10 +304,10 @@ def play(agents, task, items, args, generator):
             if not any(actions):
                 break
             observations, rewards, cut = env.step(actions)
-            for own, own_rewards in zip(transcripts, rewards):
+            for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # it has acted, and its last token is one that it sampled
+                    if own[b].answers:  # its last token is of an answer: an agent reads only when it is to act again
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -332,22 +335,18 @@ def policy_forward(policy, rollout, rows, args):
     return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled)
 
 
-@dataclass
-class TeamText:
-    """What the critic reads of B episodes. V(h_t) is read just before the <end> that marks turn t:
+def critic_forward(critic, text, rows, num_turns):
+    """critic(h_t) in column t, [rows, T + 1], 0 in turns in which nobody acts. It reads this, of the agents that act:
+
     Agent 0 reads: prompt  Agent 1 reads: prompt  <end>  Agent 0 writes: answer  Agent 1 writes: answer
     Agent 0 reads: reply   Agent 1 reads: reply   <end>  Agent 0 writes: answer  Agent 1 writes: answer
+
+    text has ids, attention_mask and marks, [B, S]; marks are t on the <end> of turn t, before which V(h_t) is read.
     """
-
-    ids: torch.Tensor  # [B, S]
-    attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
-    marks: torch.Tensor  # [B, S] t on the <end> of turn t, 0 elsewhere
-
-
-def critic_forward(critic, text, rows, played):
-    """critic(h_t), [rows, T + 1]: read before each <end>, put into its turn's column; played turns alone have one."""
-    out = critic.critic.read(text.ids[rows], text.attention_mask[rows], before=text.marks[rows] > 0)
-    return models.unflatten(critic.value_head(out.hidden_states), played[rows] > 0)
+    marks = text.marks[rows]
+    out = critic.critic.read(text.ids[rows], text.attention_mask[rows], before=marks > 0)
+    values = models.unflatten(critic.value_head(out.hidden_states), marks > 0)  # [rows, S]
+    return models.sum_by_turn(values, marks, num_turns)
 
 
 @timed
@@ -355,26 +354,25 @@ def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
-    # [B, T + 1] the mean over agents of what they earn in turn t, in column t; column 0 is empty, of tokens they read
-    earned = sum(models.rewards_by_turn(rollout, num_turns) for rollout in rollouts) / len(agents)
+    # [B, T + 1] the mean over agents of what they earn in turn t, in column t; column 0, of what they read, is 0
+    rewards = sum(models.earned_by_turn(rollout, num_turns) for rollout in rollouts) / len(agents)
     num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for rollout, mask in zip(rollouts, masks))
     played = (num_sampled > 0).float()  # [B, T + 1] 1 on turns in which anyone acted
 
     # 1. Rewards, in standard deviations of what an episode earns
-    rewards = earned
     if args.reward_normalization:
-        _, std = distributed.mean_std(earned.sum(1), played.amax(1))
+        _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
         critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # falls slowly: late noise stays small
-        rewards = earned / (critic.state["std"] + args.reward_norm_eps)  # e_t
+        rewards = rewards / (critic.state["std"] + args.reward_norm_eps)  # e_t
 
-    # 2. m_t: what is still earned from turn t on, undiscounted, a mean over this rollout. V = m_t + critic
+    # 2. m_t: what is still earned from turn t on, undiscounted, a mean over this rollout. The critic learns the rest
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1], 0 in turns that nobody played
 
     # 3. Log-probabilities and values before the update; less the KL penalty rewards become r_t
     metrics = []
-    text = TeamText(**models.join_transcripts(agents, rollouts, critic, num_turns))  # too long for it: ends the run
-    old_values = torch.zeros_like(earned)
+    text = models.join_transcripts(agents, rollouts, critic, num_turns)  # what the critic reads; too long: an error
+    old_values = torch.zeros_like(rewards)
     with torch.no_grad():
         for agent, rollout, mask in zip(agents, rollouts, masks):
             old_logprobs = torch.zeros_like(mask)  # for the KL penalty; for PPO's ratio keep them in a list
@@ -387,7 +385,7 @@ def learn(agents, critic, rollouts, args, generator):
             metrics.append({"kl": distributed.masked_mean(kl, mask)})
             metrics[-1]["reference_logprob"] = distributed.masked_mean(ref_logprobs, mask)
         for rows in text.attention_mask.sum(1).argsort().split(args.micro_batch_size):
-            old_values[rows] = (baseline + critic_forward(critic, text, rows, played)) * played[rows]
+            old_values[rows] = (baseline + critic_forward(critic, text, rows, num_turns)) * played[rows]
 
     # 4. Advantages. Another algorithm puts its own here
     targets = (rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) is 0 at the end
@@ -413,7 +411,7 @@ def learn(agents, critic, rollouts, args, generator):
                     loss = policy_loss - args.entropy_coef * mean_entropy
                     loss.backward()  # gradients of micro-batches add up
                     losses.append(torch.stack([policy_loss, mean_entropy]).detach())
-                values = baseline + critic_forward(critic, text, rows, played)
+                values = baseline + critic_forward(critic, text, rows, num_turns)
                 value_loss = ((values - targets[rows]) ** 2 * played[rows]).sum() / num_played
                 value_loss.backward()
                 value_losses.append(value_loss.detach())
@@ -426,7 +424,7 @@ def learn(agents, critic, rollouts, args, generator):
     for learner in *agents, critic:
         learner.schedule.step()
 
-    # 6. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is from before them
+    # 6. Metrics; run.log averages over processes. Losses and entropy: means over the steps; grad_norm: of the last
     num_steps = args.update_epochs * len(minibatches)
     losses = torch.stack(losses).view(-1, len(agents), 2).sum(0) / num_steps
     for own, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):

@@ -1,19 +1,21 @@
 """Group-relative policy gradients (MAGRPO) for a team of language models, in one file.
 
 Each agent has its own actor and no critic; the other agents are part of its environment. The team plays each item K
-times (--num-generations), and what an agent earns from a turn on is compared with the mean of these episodes. As in the
-paper the policy loss has no probability ratio and no clip (ppo_llm.py has both). An agent gives answer a_t in turn t
-after h_t, which is all that it has read and written before; log pi(a_t|h_t) is the sum over the answer's tokens:
+times (--num-generations), and what an agent earns from a turn on is compared with the mean of these episodes. An agent
+gives answer a_t in turn t after h_t, which is all that it has read and written before; log pi(a_t|h_t) sums over its
+tokens. In the order of `learn`:
 
-    r_t     = (what it earns until it acts again) - kl_coef (log pi_old - log pi_ref);  0 in turns in which it does not
+    r_t     = (what it earns from its answer in turn t until its next one) - kl_coef (log pi_old - log pi_ref),
+              or 0 where it does not act in turn t
     R_t     = r_t + gamma R_{t+1}                      R = 0 after its last turn
     A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
-    actor     maximises  mean over answers of log pi(a_t|h_t) A_t  +  entropy_coef * mean over tokens of H
+    actor     maximises  mean over answers of log pi(a_t|h_t) A_t + entropy_coef * mean over tokens of H
 
 The means in the last row are over a mini-batch; A_t is from before the optimiser steps. --advantage-mode rloo compares
-with the mean of the group's other episodes, max with the best one, raw with nothing. As in the paper A_t are not
-divided by the group's deviation (--advantage-normalization divides). In CoMLRL each history has K answers, which makes
-K^T episodes of T turns; here K episodes are played to their ends, so that after the first turn a group's h_t differ.
+with the mean of the group's other episodes, max with the best one, raw with nothing. As in the paper the policy loss
+has no probability ratio and no clip (ppo_llm.py has both), and A_t are not divided by the group's deviation
+(--advantage-normalization divides). CoMLRL, the authors' library, gives each history K answers, which makes K^T
+episodes of T turns. Here K episodes are played to their ends: after the first turn the h_t of a group differ.
 
     python magrpo_llm.py --num-agents 2
     torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -58,7 +60,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: Annotated[int, Field(ge=2)] = 4  # K, episodes per item (the group), which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in turns; the environment keeps to it; the default task has one turn
+    num_turns: PositiveInt = 1  # longest episode, in steps of the environment; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers, alike in a group
     temperature: PositiveFloat = 1.0
@@ -141,9 +143,9 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. An agent
-    acts in the episodes that it observes, unless step or a lack of room cuts them; one that nobody observes has ended.
-    An attribute `failed`, a set of episodes not to learn from, is optional. Two agents in turn, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
+    messages or a string. An agent acts in episodes that it observes, unless these are cut; one that nobody observes has
+    ended. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -213,7 +215,7 @@ class Transcript:
 
 @dataclass
 class Rollout:
-    """B transcripts of one agent, padded on the right."""
+    """B transcripts of one agent, padded on the right: ids with the padding token, the other tensors with 0."""
 
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
@@ -227,7 +229,7 @@ class Rollout:
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
+    """Continue lists of token ids, or none; returns lists of sampled ids, with the end token of each that has ended."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -257,11 +259,12 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
+    A transcript as turn 2 begins, where agents are shown each other's answers, and its `turns`; r_1 is on <end>:
 
-        <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
+        <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
+        0      0      0           1   1      1     0      0   0       0      0
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own, as games have, or the above
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
     truncated = set()  # episodes that were cut, by the environment or for lack of room
@@ -269,14 +272,14 @@ def play(agents, task, items, args, generator):
     with models.sampling(agents, args):  # gives vLLM the weights as they are now, and gathers those that are sharded
         while any(observations):
             turn += 1
-            for agent, own, observed in zip(agents, transcripts, observations):
+            for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat as tokens, at most the longest context; before it an answer's end token, if it lacks one
+                    # Its ids, up to the model's longest context; first an end token, if the last answer lacks one
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # it is cut for all agents, before anyone answers
+                        truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
-            for agent, own, observed in zip(agents, transcripts, observations):
+            for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
                 sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
                 texts = models.decode(sampled, agent, args)  # without special tokens
@@ -287,10 +290,10 @@ def play(agents, task, items, args, generator):
             if not any(actions):
                 break
             observations, rewards, cut = env.step(actions)
-            for own, own_rewards in zip(transcripts, rewards):
+            for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # it has acted, and its last token is one that it sampled
+                    if own[b].answers:  # its last token is of an answer: an agent reads only when it is to act again
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -371,7 +374,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # a mean over processes, as gradients
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process: gradients are averaged
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
@@ -386,12 +389,12 @@ def learn(agent, rollout, args, generator):
             agent.optimizer.zero_grad()
     agent.schedule.step()
 
-    # 5. Metrics: losses and entropy are means over the steps, grad_norm is the last; the rest is from before them
+    # 5. Metrics; run.log averages over processes. Losses and entropy: means over the steps; grad_norm: of the last
     policy_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
         "entropy": entropy,
-        "grad_norm": grad_norm,  # in the last step
+        "grad_norm": grad_norm,
         "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),
         "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
     }

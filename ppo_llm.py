@@ -15,13 +15,15 @@ has read and written before it samples a_t, its action, a token of turn k:
     critic    minimises  mean of  value_loss_coef / 2 max((V - R_t)^2, (V_clip - R_t)^2),  V: V(h_t) of now,
                                   R_t = A_t + V_old(h_t), V_clip: V within eps of V_old(h_t)
 
-pi_old, V_old, A and R are from before the optimiser steps; pi_ref is the reference. After the last action V_old = 0
-where the episode ends, and V of all that was read and written where it is cut, by its environment or for lack of room
-(m there: of what is earned from a next action on). A' = (A - mean) / s over the rollout's actions, s = max(std, 0.98 s
-of the last update); A without --advantage-normalization. With --action-granularity turn an action is an answer in r, V,
-delta and A, and its tokens all have its A', while rho, d and H stay those of tokens; its V is that of its first token,
-unless --turn-value-reduction says otherwise. The losses' means are over a mini-batch: max(...), KL and H over its
-sampled tokens, the critic's over its actions. --turn-level-clip: rho is a product, and max(...) a mean, over answers.
+Old:   pi_old, V_old, A and R are from before the optimiser steps; pi_ref is the reference.
+End:   after the last action V_old = 0 where the episode ends. Where it is cut, by its environment or for lack of room,
+       V_old is of all that was read and written, with m of what is earned from a next action on.
+A':    (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update);
+       A without --advantage-normalization.
+Means: over a mini-batch; max(...), KL and H over its sampled tokens, the critic's over its actions.
+Turns: with --action-granularity turn an action is an answer in r, V, delta and A, and its tokens all have its A', while
+       rho, d and H stay those of tokens; its V is that of its first token, unless --turn-value-reduction says
+       otherwise. With --turn-level-clip rho is a product, and max(...) a mean, over answers.
 
     python ppo_llm.py                                                                      guess a number
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
@@ -56,6 +58,8 @@ from utils.run import FolderArgs, Run
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
 
+    # needs(x): an error unless x is on; not_with(x, y): an error where x or y holds; & is "and"
+
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1  # agents of the team, or players of --env
@@ -76,7 +80,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
     num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
-    num_turns: PositiveInt = 6  # longest episode, in turns; the environment keeps to it
+    num_turns: PositiveInt = 6  # longest episode, in steps of the environment
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0
@@ -172,10 +176,9 @@ class Agent:
         self.reference = initial.frozen_copy(f"agent_{i}_reference") if own_reference else initial.policy
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
         self.value_head = models.ValueHead(self.critic or self.actor, args)  # a layer, [n, D] to [n]; starts at 0
-
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
-            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),
+            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # critic None: the head's
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
         self.state = {"std": 0.0}  # the last divisor of advantages; what is in here is saved with the run
@@ -188,9 +191,9 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. An agent
-    acts in the episodes that it observes, unless step or a lack of room cuts them; one that nobody observes has ended.
-    An attribute `failed`, a set of episodes not to learn from, is optional. Two agents in turn, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
+    messages or a string. An agent acts in episodes that it observes, unless these are cut; one that nobody observes has
+    ended. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -260,7 +263,7 @@ class Transcript:
 
 @dataclass
 class Rollout:
-    """B transcripts of one agent, padded on the right."""
+    """B transcripts of one agent, padded on the right: ids with the padding token, the other tensors with 0."""
 
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
@@ -274,7 +277,7 @@ class Rollout:
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue lists of token ids, if any; returns lists of sampled ids, with the token that ended each, if one did."""
+    """Continue lists of token ids, or none; returns lists of sampled ids, with the end token of each that has ended."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -304,11 +307,12 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, where agents are shown each other's answers (in brackets: sampled tokens, of turn 1):
+    A transcript as turn 2 begins, where agents are shown each other's answers, and its `turns`; r_1 is on <end>:
 
-        <user> prompt <assistant> [own answer <end>] <user> the other's answer <assistant>
+        <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
+        0      0      0           1   1      1     0      0   0       0      0
     """
-    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own, as games have, or the above
+    env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]
     observations = env.reset()
     truncated = set()  # episodes that were cut, by the environment or for lack of room
@@ -316,14 +320,14 @@ def play(agents, task, items, args, generator):
     with models.sampling(agents, args):  # gives vLLM the weights as they are now, and gathers those that are sharded
         while any(observations):
             turn += 1
-            for agent, own, observed in zip(agents, transcripts, observations):
+            for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat as tokens, at most the longest context; before it an answer's end token, if it lacks one
+                    # Its ids, up to the model's longest context; first an end token, if the last answer lacks one
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # it is cut for all agents, before anyone answers
+                        truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
-            for agent, own, observed in zip(agents, transcripts, observations):
+            for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
                 sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
                 texts = models.decode(sampled, agent, args)  # without special tokens
@@ -334,10 +338,10 @@ def play(agents, task, items, args, generator):
             if not any(actions):
                 break
             observations, rewards, cut = env.step(actions)
-            for own, own_rewards in zip(transcripts, rewards):
+            for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # it has acted, and its last token is one that it sampled
+                    if own[b].answers:  # its last token is of an answer: an agent reads only when it is to act again
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -349,32 +353,32 @@ def play(agents, task, items, args, generator):
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
-def policy_forward(policy, rollout, where, rows, args):
+def policy_forward(policy, rollout, places, rows, args):
     """log pi(a_t|h_t) and the entropy of pi(.|h_t), [rows, S], and the hidden states they come from, [n, D].
 
-    They are computed at the n places of these rows where `where` [B, S] is True. Elsewhere they are 0.
+    They are computed at the n `places` [B, S] of these rows that are True. Elsewhere they are 0.
     """
-    where = where[rows]
+    places = places[rows]
     # At the position before each of them, which has read h_t: logits [n, vocabulary] and hidden_states [n, D]
-    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=where)
+    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=places)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
-    logprobs = pi.log_prob(rollout.ids[rows][where])
+    logprobs = pi.log_prob(rollout.ids[rows][places])
     entropy = pi.entropy()
     if not args.entropy_coef:
         entropy = entropy.detach()  # it is a metric only
-    return models.unflatten(logprobs, where), models.unflatten(entropy, where), out.hidden_states
+    return models.unflatten(logprobs, places), models.unflatten(entropy, places), out.hidden_states
 
 
-def critic_forward(agent, rollout, where, rows, hidden_states):
-    """critic(h_t) = V(h_t) - m_k at these places, [rows, S]; a separate critic ignores the actor's hidden_states."""
-    where = where[rows]
+def critic_forward(agent, rollout, places, rows, hidden_states):
+    """critic(h_t) = V(h_t) - m_k there, [rows, S]; a separate critic ignores the actor's hidden_states."""
+    places = places[rows]
     if agent.critic is not None:
-        hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=where).hidden_states
-    return models.unflatten(agent.value_head(hidden_states), where)
+        hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=places).hidden_states
+    return models.unflatten(agent.value_head(hidden_states), places)
 
 
 def gae(rewards, values, mask, gamma, gae_lambda):
-    """Generalised advantage estimation along each row; tokens with mask 0 are skipped, and V = 0 after the last one.
+    """Generalised advantage estimation along each row; columns with mask 0 are skipped, and V = 0 after the last.
 
     All tensors are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; 0 where mask is 0.
     """
@@ -407,11 +411,12 @@ def mean_rewards_to_go(rewards, turns, is_first, is_last, is_bootstrap):
         in_turn = turns == k
         m_k = distributed.masked_mean(rewards_to_go, is_first * in_turn)  # 0 if nobody acts in turn k
         baseline += in_turn * m_k
+        # Behind a cut the answer of turn k is paid already: the mean of what others, who go on, earn after theirs
         acts_again = is_last * in_turn * (last_turn > k)
-        m_end = m_k  # behind a cut
+        m_after_k = m_k
         if distributed.max(acts_again):
-            m_end = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), acts_again)
-        baseline += is_bootstrap * (last_turn == k) * m_end
+            m_after_k = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), acts_again)
+        baseline += is_bootstrap * (last_turn == k) * m_after_k
     return baseline
 
 
@@ -435,11 +440,11 @@ def learn(agent, rollout, args, generator):
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": is_last}
         value_weights = reductions[args.turn_value_reduction]  # [B, S] weight of a token's V in V of its turn
 
-    # 2. Where an episode was cut, V of all that was read and written, in the column behind it
+    # 2. Cut episodes: step 4 reads V in the column behind the last token too, and step 5 adds it to the last reward
     last_action = (action_mask * columns).amax(1, keepdim=True).long()  # [B, 1] its column
     was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
     is_bootstrap = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
-    where = (mask > 0) | is_bootstrap  # [B, S] sampled tokens and cut ends: what step 4 reads
+    places = (mask > 0) | is_bootstrap  # [B, S] sampled tokens and cut ends: what step 4 reads
 
     # 3. Rewards, and the baseline m_k. V = m_k + critic; the critic's output starts at 0, so that V starts at m_k
     rewards = rollout.rewards
@@ -455,11 +460,11 @@ def learn(agent, rollout, args, generator):
     token_values = torch.zeros_like(mask)
     with torch.no_grad():
         for rows in lengths.argsort().split(args.micro_batch_size):  # rows of like length: less padding
-            old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, where, rows, args)
+            old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, places, rows, args)
             if args.kl_loss_coef > 0:
                 ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, mask > 0, rows, args)
-            token_values[rows] = baseline[rows] + critic_forward(agent, rollout, where, rows, hidden_states)
-    old_logprobs = old_logprobs.where(mask > 0, 0.0)  # not of the padding behind a cut end
+            token_values[rows] = baseline[rows] + critic_forward(agent, rollout, places, rows, hidden_states)
+    old_logprobs = old_logprobs.where(mask > 0, 0.0)  # a cut end is no sampled token
     old_values = sum_by_action(token_values * value_weights, start)
 
     # 5. Advantages [B, S] of the tokens, and returns, the critic's targets. Another algorithm puts its own here
@@ -483,7 +488,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # a mean over processes, as gradients
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process: gradients are averaged
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -522,7 +527,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 7. Metrics: the five of `losses` are means over the steps; explained_variance and below: before the update
+    # 7. Metrics; run.log averages over processes. The five in `losses`: means over the steps; grad_norm: of the last
     losses = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     policy_loss, value_loss, entropy, kl_loss, clip_fraction = losses
     metrics = {
@@ -531,7 +536,7 @@ def learn(agent, rollout, args, generator):
         "entropy": entropy,
         "kl_loss": kl_loss,
         "clip_fraction": clip_fraction,
-        "grad_norm": grad_norms[0],  # of the actor, in the last step
+        "grad_norm": grad_norms[0],  # of the actor
         "explained_variance": distributed.explained_variance(returns, old_values, action_mask),
     }
     if args.kl_loss_coef > 0:

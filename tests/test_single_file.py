@@ -30,7 +30,7 @@ MOST_CHANGES = {"ippo iac": 40, "iac maac": 120, "ippo magrpo": 120, "ippo ppo":
 ALGORITHM = {"Args", "Agent", "policy_forward", "critic_forward", "gae", "learn", "main"}  # what may differ at all
 OWN = {  # what scripts have of their own, or lack, beside ippo_llm.py
     "iac": {"gae", "td_error"},
-    "maac": {"gae", "Critic", "TeamText"},
+    "maac": {"gae", "Critic"},
     "magrpo": {"gae", "critic_forward", "group_advantages"},
     "ppo": {
         "train_dataset",

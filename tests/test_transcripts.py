@@ -148,7 +148,8 @@ def test_a_teams_transcripts_are_one_text_turn_by_turn(agent):
     second = transcript(("Wait.", 0), (" so", 3))
     rollouts = [ippo_llm.Rollout(**pad_right([own], agent)) for own in (first, second)]
     critic = SimpleNamespace(critic=SimpleNamespace(tokenizer=tokenizer, device="cpu", config=config_of(200)))
-    ids, attention_mask, turns = join_transcripts([agent, agent], rollouts, critic, 3).values()
+    text = join_transcripts([agent, agent], rollouts, critic, 3)
+    ids, attention_mask, turns = text.ids, text.attention_mask, text.marks
     end = tokenizer.eos_token
     assert tokenizer.decode(ids[0, attention_mask[0] > 0]) == (
         f"Agent 0 reads:\nSay one.\n\n{end}Agent 0 writes:\n one\n\n"
@@ -172,7 +173,8 @@ def test_a_teams_critic_reads_from_the_first_tokens_that_its_tokenizer_adds(kind
     transcript.answers.append("(")
     rollout = ippo_llm.Rollout(**pad_right([transcript], agent))
     critic = SimpleNamespace(critic=SimpleNamespace(tokenizer=tokenizer, device="cpu", config=config_of(200)))
-    ids, _, turns = join_transcripts([agent], [rollout], critic, 1).values()
+    text = join_transcripts([agent], [rollout], critic, 1)
+    ids, turns = text.ids, text.marks
     right = tokenizer("Agent 0 reads:\nIt.\n\n").input_ids
     end = int(turns[0].argmax())
     assert ids[0, : end + 1].tolist() == (right if kind in ("ends", "both") else [*right, 1])

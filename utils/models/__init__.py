@@ -6,6 +6,7 @@ from utils.models.loading import ValueHead
 from utils.models.policy import adamw, in_chunks_or_by_vllm, load, lr_schedule, sampling
 from utils.models.transcripts import (
     decode,
+    earned_by_turn,
     encode,
     episode_rewards,
     join_rollouts,
@@ -13,7 +14,6 @@ from utils.models.transcripts import (
     logits_processors,
     pad_left,
     pad_right,
-    rewards_by_turn,
     sum_by_turn,
     unflatten,
 )
@@ -37,7 +37,7 @@ __all__ = [
     "lr_schedule",
     "pad_left",
     "pad_right",
-    "rewards_by_turn",
+    "earned_by_turn",
     "sampling",
     "sum_by_turn",
     "unflatten",

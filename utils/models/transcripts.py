@@ -270,7 +270,7 @@ def sum_by_turn(x, turns, num_turns):
     return x.new_zeros(len(x), num_turns + 1).scatter_add(1, turns, x)
 
 
-def rewards_by_turn(rollout, num_turns):
+def earned_by_turn(rollout, num_turns):
     """What an agent earns in each turn, also where others act: [B, T + 1], turn t in column t."""
     rows = [[own.get(turn, 0.0) for turn in range(num_turns + 1)] for own in rollout.earned]
     return torch.tensor(rows, device=rollout.rewards.device).view(len(rows), num_turns + 1)
@@ -337,9 +337,18 @@ def concatenate(rollouts):
     return type(rollouts[0])(**fields)
 
 
+@dataclass
+class TeamText:
+    """What a team's critic reads of B episodes."""
+
+    ids: torch.Tensor  # [B, S]
+    attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
+    marks: torch.Tensor  # [B, S] t on the end token of turn t, 0 elsewhere
+
+
 def join_transcripts(agents, rollouts, critic, num_turns):
     """The transcripts of a team as one text for each of B episodes, turn by turn: what agents 0, 1, ... read, an end
-    token, what they write. Returns ids, attention_mask and marks, [B, S], by name: the turn on its end token, else 0.
+    token, what they write.
 
     Raises UserError where the critic has no room for it.
     """
@@ -366,7 +375,7 @@ def join_transcripts(agents, rollouts, critic, num_turns):
     if room and longest > room:
         raise UserError(f"the critic has {room} positions, and what the team reads and writes has {longest} tokens")
     padded = pad_right(rows, critic.critic)
-    return {"ids": padded["ids"], "attention_mask": padded["attention_mask"], "marks": padded["turns"]}
+    return TeamText(padded["ids"], padded["attention_mask"], padded["turns"])
 
 
 @dataclass

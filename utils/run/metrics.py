@@ -3,7 +3,7 @@
 import torch
 
 from utils import distributed
-from utils.models import episode_rewards, rewards_by_turn
+from utils.models import earned_by_turn, episode_rewards
 
 OF_TEAM = ("kl", "reference_logprob")  # metrics of agents that are written once, as means over the agents
 
@@ -46,7 +46,7 @@ def turn_metrics(rollouts, num_episodes):
     """How many turns an episode has, and what the team earns in each of them."""
     metrics = {"turns": 0.0}
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)
-    earned = torch.stack([rewards_by_turn(rollout, num_turns).double() for rollout in rollouts]).mean(0)  # [B, T + 1]
+    earned = torch.stack([earned_by_turn(rollout, num_turns).double() for rollout in rollouts]).mean(0)  # [B, T + 1]
     for turn in range(1, num_turns + 1):
         is_played = torch.stack([(rollout.turns == turn).any(1) for rollout in rollouts]).any(0)
         count, reward = distributed.sum(torch.stack([is_played.sum(), (earned[:, turn] * is_played).sum()]))
