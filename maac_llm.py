@@ -55,7 +55,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     num_agents: PositiveInt = 2  # agents of the team, or players of --env
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # the run ends after so many episodes at the latest
+    max_episodes: PositiveInt | None = None  # the run ends after so many episodes, of all processes, at the latest
     eval_interval: NonNegativeInt = 12  # updates between evaluations on held-out items; 0: no evaluation
 
     # Rollouts
@@ -243,7 +243,7 @@ class Rollout:
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue lists of token ids, or none; returns lists of sampled ids, with the end token of each that has ended."""
+    """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -273,7 +273,7 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, where agents are shown each other's answers, and its `turns`; r_1 is on <end>:
+    A transcript and its `turns` as turn 2 begins, with each other's answers shown; on <end> is what turn 1 earned:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
@@ -307,7 +307,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # its last token is of an answer: an agent reads only when it is to act again
+                    if own[b].answers:  # the last token is of an answer: but for a cut, an agent reads only to act
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -354,7 +354,7 @@ def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
     num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
-    # [B, T + 1] the mean over agents of what they earn in turn t, in column t; column 0, of what they read, is 0
+    # [B, T + 1] the mean over agents of what they earn in turn t, in column t; 0 in column 0, of tokens that they read
     rewards = sum(models.earned_by_turn(rollout, num_turns) for rollout in rollouts) / len(agents)
     num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for rollout, mask in zip(rollouts, masks))
     played = (num_sampled > 0).float()  # [B, T + 1] 1 on turns in which anyone acted
@@ -400,7 +400,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # over processes, as gradients
+            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # mean: gradients are averaged too
             num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1e-6) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
                 for agent, rollout, mask, count in zip(agents, rollouts, masks, num_tokens):

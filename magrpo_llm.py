@@ -54,7 +54,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     num_agents: PositiveInt = 2  # agents of the team, or players of --env
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # the run ends after so many episodes at the latest
+    max_episodes: PositiveInt | None = None  # the run ends after so many episodes, of all processes, at the latest
     eval_interval: NonNegativeInt = 12  # updates between evaluations on held-out items; 0: no evaluation
 
     # Rollouts
@@ -229,7 +229,7 @@ class Rollout:
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue lists of token ids, or none; returns lists of sampled ids, with the end token of each that has ended."""
+    """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -259,7 +259,7 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, where agents are shown each other's answers, and its `turns`; r_1 is on <end>:
+    A transcript and its `turns` as turn 2 begins, with each other's answers shown; on <end> is what turn 1 earned:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
@@ -293,7 +293,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # its last token is of an answer: an agent reads only when it is to act again
+                    if own[b].answers:  # the last token is of an answer: but for a cut, an agent reads only to act
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -322,7 +322,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def group_advantages(returns, acted, args):
-    """A_t from R_t, `returns`; all are [B, T + 1], as is `acted`, 1 on turns in which the agent acted.
+    """A_t from R_t (`returns`); both, and `acted`, 1 on turns in which the agent acted, are [B, T + 1].
 
     A group is the K neighbouring episodes of an item, as far as it acted in that turn.
     """
@@ -360,7 +360,8 @@ def learn(agent, rollout, args, generator):
 
     # 2. Returns of turns, R_t, in column t; column 0 stands for what was read
     rewards = rollout.rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask
-    returns = rewards.new_zeros(len(rewards), distributed.max(rollout.turns) + 1).scatter_add(1, rollout.turns, rewards)
+    num_turns = distributed.max(rollout.turns)  # T
+    returns = rewards.new_zeros(len(rewards), num_turns + 1).scatter_add(1, rollout.turns, rewards)
     for t in reversed(range(1, returns.shape[1] - 1)):
         returns[:, t] += args.gamma * returns[:, t + 1]
 
@@ -374,7 +375,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process: gradients are averaged
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean: gradients are averaged too
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)

@@ -74,7 +74,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # updates between copies of the actor to the reference; 0: never
     reference_update_interval: NonNegativeInt = needs("use_separate_reference_adapter", default=0)
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # the run ends after so many episodes at the latest
+    max_episodes: PositiveInt | None = None  # the run ends after so many episodes, of all processes, at the latest
     eval_interval: NonNegativeInt = 25  # updates between evaluations on held-out items; 0: no evaluation
 
     # Rollouts
@@ -277,7 +277,7 @@ class Rollout:
 @models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
-    """Continue lists of token ids, or none; returns lists of sampled ids, with the end token of each that has ended."""
+    """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     answers = [[] for _ in contexts]
@@ -307,7 +307,7 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, where agents are shown each other's answers, and its `turns`; r_1 is on <end>:
+    A transcript and its `turns` as turn 2 begins, with each other's answers shown; on <end> is what turn 1 earned:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
@@ -341,7 +341,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # its last token is of an answer: an agent reads only when it is to act again
+                    if own[b].answers:  # the last token is of an answer: but for a cut, an agent reads only to act
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -398,11 +398,11 @@ def sum_by_action(x, start):
     return torch.zeros_like(x).scatter_add(1, start, x)
 
 
-def mean_rewards_to_go(rewards, turns, is_first, is_last, is_bootstrap):
+def mean_rewards_to_go(rewards, turns, is_first, is_last, is_cut_end):
     """m_k on the tokens of turn k, [B, S]: the mean that episodes earn from turn k on where the agent acts in it.
 
     In self-play with seats that move one after the other a turn is of one seat, and so is its m_k. Behind a transcript
-    that was cut, whose last turn is k: the mean of what others earn from their next action on; if none acts again, m_k.
+    that was cut, whose last turn is k: what episodes that go on earn from their next action on; if none does, m_k.
     """
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     last_turn = turns.amax(1, keepdim=True)  # [B, 1]
@@ -411,12 +411,12 @@ def mean_rewards_to_go(rewards, turns, is_first, is_last, is_bootstrap):
         in_turn = turns == k
         m_k = distributed.masked_mean(rewards_to_go, is_first * in_turn)  # 0 if nobody acts in turn k
         baseline += in_turn * m_k
-        # Behind a cut the answer of turn k is paid already: the mean of what others, who go on, earn after theirs
+        # Behind a cut the answer of turn k is paid already: what episodes that go on earn after it, on average
         acts_again = is_last * in_turn * (last_turn > k)
         m_after_k = m_k
         if distributed.max(acts_again):
             m_after_k = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), acts_again)
-        baseline += is_bootstrap * (last_turn == k) * m_after_k
+        baseline += is_cut_end * (last_turn == k) * m_after_k
     return baseline
 
 
@@ -443,16 +443,16 @@ def learn(agent, rollout, args, generator):
     # 2. Cut episodes: step 4 reads V in the column behind the last token too, and step 5 adds it to the last reward
     last_action = (action_mask * columns).amax(1, keepdim=True).long()  # [B, 1] its column
     was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
-    is_bootstrap = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
-    places = (mask > 0) | is_bootstrap  # [B, S] sampled tokens and cut ends: what step 4 reads
+    is_cut_end = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
+    places = (mask > 0) | is_cut_end  # [B, S] sampled tokens and cut ends: what step 4 reads
 
     # 3. Rewards, and the baseline m_k. V = m_k + critic; the critic's output starts at 0, so that V starts at m_k
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
-    turns = rollout.turns if args.turn_baseline else rollout.turns.clamp(max=1)
-    baseline = mean_rewards_to_go(rewards, turns, is_first, is_last, is_bootstrap)
+    baseline_turns = rollout.turns if args.turn_baseline else rollout.turns.clamp(max=1)  # all turns as one
+    baseline = mean_rewards_to_go(rewards, baseline_turns, is_first, is_last, is_cut_end)
 
     # 4. Log-probabilities and values before the update: one pass of actor, critic and, with a KL loss, reference
     old_logprobs = torch.zeros_like(mask)
@@ -468,7 +468,7 @@ def learn(agent, rollout, args, generator):
     old_values = sum_by_action(token_values * value_weights, start)
 
     # 5. Advantages [B, S] of the tokens, and returns, the critic's targets. Another algorithm puts its own here
-    bootstrap_value = (token_values * is_bootstrap).sum(1, keepdim=True)  # [B, 1] 0 where the episode has ended
+    bootstrap_value = (token_values * is_cut_end).sum(1, keepdim=True)  # [B, 1] 0 where the episode has ended
     # What would follow a cut joins the reward of the last action
     action_rewards = sum_by_action(rewards, start).scatter_add(1, last_action, args.gamma * bootstrap_value)
     advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
@@ -488,7 +488,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process: gradients are averaged
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean: gradients are averaged too
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):

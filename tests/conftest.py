@@ -17,8 +17,10 @@ from utils.tasks import tldr
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, one thread each, and so do the processes that they start
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what ends with &: runs would inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+for number, handler in HANDLERS.items():  # ignored where a shell's & or nohup starts the tests: runs would inherit it
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 utils.run.log.draw_curves = lambda *_: None  # takes longer than the rest of a short run
 os.fsync = lambda file: None  # what is written outlives a process that is killed, if not the machine
 
@@ -37,9 +39,13 @@ EVERY = {
     "test_each_seat_follows_the_gradient_of_its_own_return": 3,
     "test_hostile_program_fails_and_leaves_the_others_alone": 3,
     "test_an_adapter_is_pefts_own": 3,
-    "test_a_flag_changes_what_a_run_leaves": 3,
+    "test_a_flag_changes_what_a_run_leaves": 6,
+    "test_what_a_signal_in_an_update_saves_goes_on_to_the_same_bits": 2,
+    "test_a_run_that_an_error_ended_in_an_update_goes_on_to_the_same_bits": 3,
+    "test_a_fork_that_was_cut_off_at_a_change_of_files_is_whole_or_made_again": 3,
+    "test_every_flag_of_a_size_refuses_a_text_and_a_negative_number": 3,
     "test_an_architecture": 8,  # 52 of them, whole and with adapters
-    "test_a_run_begins_from_another_and_is_resumed_without_it": 4,  # five scripts
+    "test_a_run_begins_from_another_and_is_resumed_without_it": 5,  # five scripts
     "test_two_processes_learn_and_measure_what_one_does": 5,
     "test_two_sharded_processes_go_on_to_the_same_bits": 4,
     "test_a_run_that_is_killed_again_and_again_gives_the_same_bits": 3,

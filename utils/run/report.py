@@ -4,8 +4,6 @@ import re
 import shutil
 import textwrap
 
-from matplotlib.figure import Figure
-
 from utils.cli import one_line, printable
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#555555"]  # Okabe and Ito
@@ -16,6 +14,8 @@ EXACT_SCORES = {"eval/exploitability": "exploitability, exact", "eval/return": "
 
 def draw_curves(rows, path, title, optimum=None):
     """curves.png: reward, response lengths, entropy, value loss, explained variance, distance to the reference."""
+    from matplotlib.figure import Figure  # here: it takes a second, of the eight in which a script starts
+
     steps = [row["global_step"] for row in rows]
     agents = [key.split("/")[0] for key in rows[0] if key.endswith("/policy_loss")]
     figure = Figure(figsize=(12, 6.5))
