@@ -69,35 +69,9 @@ RUNS = {  # group: command, tasks
 }
 SEEDS = {  # of runs GROUP/TASK, how many; else 3
     "(ippo|iac)_third/tldr|comlrl_(ippo|iac)/tldr": 7,
-    "(ippo|iac)_third_.*|ppo_third.*|(ippo|iac)_(critic|head)/.*|(maac|magrpo|ppo)/.*": 5,
+    "(ippo|iac)_(critic|head)/.*|(maac|magrpo|ppo)/.*": 5,
 }
 PEERS = {"comlrl_ippo": "peer_ippo", "comlrl": "peer", "agilerl": "peer_agilerl", "trl": "peer_trl"}  # flags
-DETAILS = {  # by script: what is changed, one at a time
-    "ippo": {
-        "lambda 0": "--gae-lambda 0",
-        "lambda 1": "--gae-lambda 1",
-        "entropy bonus 0.01": "--entropy-coef 0.01",
-    },
-    "iac": {"no advantage normalisation": "--no-advantage-normalization"},
-    "ppo": {
-        "lambda 0": "--gae-lambda 0",
-        "lambda 1": "--gae-lambda 1",
-        "a turn as the action": "--action-granularity turn",
-        "entropy bonus 0.01": "--entropy-coef 0.01",
-        "no advantage normalisation": "--no-advantage-normalization",
-    },
-}
-RUNS["ppo_third"] = (f"{PPO} {THIRD}", GUESS)
-
-
-def group_of(script, detail):
-    return f"{script}_third_{re.sub(r'[^a-z0-9]+', '_', detail)}"
-
-
-for script, details in DETAILS.items():
-    for detail, change in details.items():
-        RUNS[group_of(script, detail)] = (f"{RUNS[f'{script}_third'][0]} {change}", GUESS if script == "ppo" else TLDR)
-
 ORDER = ["tldr", "number", "code", "guess"]  # of tasks
 SMALL = "--train-size 32 --rollout-buffer-size 8 --num-train-epochs 1 --eval-size 4"  # --size quick
 SMALL_PEER = "--train-size 64 --num-train-epochs 1"
@@ -149,10 +123,6 @@ PICTURES = {  # name: groups by label
     "alone": {"PPO, adapters": "ppo_alone", "AgileRL's LLMPPO": "agilerl"}
     | {"IPPO, critics": "ippo_alone", "TRL's PPO": "trl"},
 }
-ONE_TASK = {"ippo": "tldr", "iac": "tldr", "ppo": "guess"}  # of a picture; else it has all
-for script, details in DETAILS.items():
-    changed = {detail: group_of(script, detail) for detail in details}
-    PICTURES[script] = {"default": f"{script}_third"} | changed
 
 
 def gather(jobs, runs, results):
@@ -183,20 +153,15 @@ def pictures(results, folder):
     """Draw what the results allow; returns the tables' lines of Markdown by name."""
     tables = {}
     for name, groups in PICTURES.items():
-        task = ONE_TASK.get(name, "*")
-        there = {label: group for label, group in groups.items() if any(results.glob(f"{group}/{task}__*"))}
-        if not there or (name in DETAILS and len(there) == 1):  # the default alone
+        there = {label: group for label, group in groups.items() if any(results.glob(f"{group}/*__*"))}
+        if not there:
             continue
-        curves = plot.load([f"{label}:{results / group}/{task}__*" for label, group in there.items()])
+        curves = plot.load([f"{label}:{results / group}/*__*" for label, group in there.items()])
         curves = {key: curves[key] for key in sorted(curves, key=lambda key: ORDER.index(key[1]))}
-        if name in DETAILS:
-            plot.draw_finals(curves, folder / f"{name}.png")
-        else:
-            plot.draw(curves, folder / f"{name}.png", by="samples")
+        plot.draw(curves, folder / f"{name}.png", by="samples")
         rows = plot.table(curves)
         commands = [[label, f"`{RUNS[group][0]}`"] for label, group in there.items()]
-        kind = "Final rewards" if name in DETAILS else "Rewards by joint samples"
-        picture = f"![{kind}: {'; '.join(there)}]({name}.png)"
+        picture = f"![Rewards by joint samples: {'; '.join(there)}]({name}.png)"
         tables |= {name: [picture, "", *plot.table_lines(rows, seconds=False)], f"{name} in short": rewards_of(rows)}
         tables[f"{name} commands"] = plot.markdown("|command, but for task and seed", commands)
         tables[f"{name}, how soon"] = how_soon(curves)

@@ -10,7 +10,8 @@ from helpers import build_model
 from processes import ROOT, SCRIPTS
 from transformers import AutoTokenizer
 
-from benchmark import side_by_side
+import ippo_llm
+from benchmark import operators, side_by_side
 from benchmark.speed import Positions
 from utils.cli import UserError, parse
 from utils.models import causal_lm
@@ -34,6 +35,20 @@ def test_padding_is_what_is_computed_and_not_needed(monkeypatch):
     assert (positions.needed, positions.computed) == (8 + 5, 10 + 6)
     causal_lm.forward(model, ids[:, :1], torch.nn.functional.pad(mask, (0, 1), value=1), out.cache, keep=1)
     assert (positions.needed, positions.computed) == (8 + 5 + 3, 10 + 6 + 3)
+
+
+def test_the_time_of_an_update_is_divided_among_operators(monkeypatch, capsys):
+    for phase in ("play", "learn"):
+        monkeypatch.setattr(ippo_llm, phase, getattr(ippo_llm, phase))  # put back afterwards
+    small = {"rollout_buffer_size": 4, "mini_batch_size": 4, "max_new_tokens": 4}
+    operators.main(ippo_llm.Args(**small))
+    header, _, *rows, _ = capsys.readouterr().out.splitlines()[-5:]
+    assert [row.split(" | ")[0] for row in rows] == ["| play", "| learn"]
+    names = [name.strip() for name in header.strip("| ").split("|")]
+    for row in rows:
+        shares = dict(zip(names[1:], (int(share.strip(" %")) for share in row.split("|")[3:-1])))
+        assert 97 <= sum(shares.values()) <= 103 and shares["matrix products"] > 5
+        assert (shares["optimiser"] > 0) == row.startswith("| learn")
 
 
 def write_run(folder, seconds):
