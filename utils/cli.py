@@ -281,7 +281,9 @@ def parse_flags(Args, argv, description, defaults):
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            parsed = tyro.cli(nested, args=argv, description=description)
+            # Helps are given: to look for them in sources takes a third of the time
+            config = [tyro.conf.HelptextFromCommentsOff]
+            parsed = tyro.cli(nested, args=argv, description=description, config=config)
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
