@@ -149,12 +149,9 @@ def table(curves):
             line = [setting, method, len(runs), plot.estimate(np.mean(finals), *plot.interval(finals))]
             line += [plot.number(np.mean([run.held_out / best for run in runs])), plot.number(np.mean(iou))]
             line.append("" if None in explained else plot.number(np.mean(explained)))
-            line += [
-                f"{np.mean([run.steps[-1] for run in runs]):.0f}",
-                f"{min(run.seconds[-1] for run in runs):.0f}",
-            ]
+            line.append(f"{np.mean([run.steps[-1] for run in runs]):.0f}")
             lines.append(line)
-    header = "setting|method|seeds|reward / best|held out / best|IoU|explained variance|joint samples|least seconds"
+    header = "setting|method|seeds|reward / best|held out / best|IoU|explained variance|joint samples"
     return plot.markdown(header, lines)
 
 
