@@ -37,10 +37,10 @@ RISES = {
     "magrpo on numbers": (magrpo_llm, NUMBER | FAST | {"num_generations": 4, "train_size": 128}, 0.1),
     "ppo on guesses": (ppo_llm, BRIEF | {"train_size": 768}, 0.2),
 }
-LONGER = {"ma": [pytest.mark.rest], "ia": [pytest.mark.slow]}
+LONGER = {"magrpo": [pytest.mark.rest], "maac": [pytest.mark.slow], "iac": [pytest.mark.slow]}
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=LONGER.get(case[:2], [])) for case in RISES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=LONGER.get(case.split()[0], [])) for case in RISES])
 def test_the_reward_rises_within_a_few_updates(tmp_path, case):
     script, flags, rise = RISES[case]
     rows = train(script, tmp_path, **flags)

@@ -40,7 +40,7 @@ def test_padding_is_what_is_computed_and_not_needed(monkeypatch):
 def test_the_time_of_an_update_is_divided_among_operators(monkeypatch, capsys):
     for phase in ("play", "learn"):
         monkeypatch.setattr(ippo_llm, phase, getattr(ippo_llm, phase))  # put back afterwards
-    small = {"rollout_buffer_size": 4, "mini_batch_size": 4, "max_new_tokens": 4}
+    small = {"num_agents": 1, "task": "number", "rollout_buffer_size": 4, "mini_batch_size": 4, "max_new_tokens": 4}
     operators.main(ippo_llm.Args(**small))
     header, _, *rows, _ = capsys.readouterr().out.splitlines()[-5:]
     assert [row.split(" | ")[0] for row in rows] == ["| play", "| learn"]
