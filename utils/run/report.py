@@ -14,7 +14,7 @@ EXACT_SCORES = {"eval/exploitability": "exploitability, exact", "eval/return": "
 
 def draw_curves(rows, path, title, optimum=None):
     """curves.png: reward, response lengths, entropy, value loss, explained variance, distance to the reference."""
-    from matplotlib.figure import Figure  # here: it takes a second, of the eight in which a script starts
+    from matplotlib.figure import Figure  # here, so that no start waits for it
 
     steps = [row["global_step"] for row in rows]
     agents = [key.split("/")[0] for key in rows[0] if key.endswith("/policy_loss")]
