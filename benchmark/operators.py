@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmark.operators
     OMP_NUM_THREADS=1 python -m benchmark.operators --task number --num-turns 3 --max-new-tokens 4
 
-Flags are those of ippo_llm.py. Of three updates the last is profiled (torch.profiler, of which the run is slower).
-Prints a table: the seconds, and the shares of them that operators take by themselves; Python has what is left.
+Flags are those of ippo_llm.py, but for those in OWN, which are refused. Of three updates the last is profiled
+(torch.profiler, of which the run is slower). Prints a table: the seconds, and the shares of them that operators take
+by themselves; Python has what is left.
 """
 
 import json
@@ -18,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ippo_llm
 from utils import plot
-from utils.cli import command_line
+from utils.cli import UserError, command_line, flag_name
 
 KINDS = {  # the first that fits an operator's name; what fits none is by elements
     "matrix products": r"mm$|mm_|linear|matmul",
@@ -28,15 +29,16 @@ KINDS = {  # the first that fits an operator's name; what fits none is by elemen
     "by elements": r"",
 }
 UPDATES = 3
+OWN = ("max_episodes", "eval_interval", "output_dir", "resume", "fork")  # flags that are set here
 
 
-def profiled(function, phase, calls, found):
+def profiled(function, phase, plays, found):
     """The function, of whose calls in the last update seconds and shares are kept in `found`."""
 
     def call(*values):
-        calls[phase] += 1
-        update = calls["play"]
-        if update < UPDATES:
+        if phase == "play":
+            plays.append(1)
+        if len(plays) < UPDATES:
             return function(*values)
         begin = time.perf_counter()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -57,15 +59,20 @@ def profiled(function, phase, calls, found):
 
 
 def main(args):
-    """Print the table."""
-    calls, found = Counter(), {}
+    """Print the table. Raises UserError."""
+    for name in OWN:
+        if getattr(args, name) != getattr(ippo_llm.Args(), name):
+            raise UserError(f"{flag_name(name)} is set by this program")
+    plays, found = [], {}
     for phase in ("play", "learn"):
-        setattr(ippo_llm, phase, profiled(getattr(ippo_llm, phase), phase, calls, found))
+        setattr(ippo_llm, phase, profiled(getattr(ippo_llm, phase), phase, plays, found))
     args.max_episodes = UPDATES * args.rollout_buffer_size
     args.eval_interval = 0
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir = f"{folder}/run"
         ippo_llm.main(args)
+    if not found:
+        raise UserError(f"the training set gives fewer than {UPDATES} updates: more --num-train-epochs or --train-size")
     rows = []
     for phase, times in found.items():
         shares = {kind: times[kind] / times["seconds"] for kind in [*KINDS, "optimiser"]}

@@ -51,6 +51,17 @@ def test_the_time_of_an_update_is_divided_among_operators(monkeypatch, capsys):
         assert (shares["optimiser"] > 0) == row.startswith("| learn")
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [({"max_episodes": 8}, "--max-episodes is set by this program"), ({"train_size": 64}, "fewer than 3 updates")],
+)
+def test_what_can_not_be_divided_is_one_line(flags, message, monkeypatch):
+    for phase in ("play", "learn"):
+        monkeypatch.setattr(ippo_llm, phase, getattr(ippo_llm, phase))
+    with pytest.raises(UserError, match=message):
+        operators.main(ippo_llm.Args(**{"num_train_epochs": 1, "task": "number", "max_new_tokens": 4} | flags))
+
+
 def write_run(folder, seconds):
     """A run of 64 joint samples in each of so many seconds."""
     folder.mkdir(parents=True)

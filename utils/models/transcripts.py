@@ -348,7 +348,7 @@ class TeamText:
 
 def join_transcripts(agents, rollouts, critic, num_turns):
     """The transcripts of a team as one text for each of B episodes, turn by turn: what agents 0, 1, ... read, an end
-    token, what they write.
+    token, what they write. Returns a TeamText.
 
     Raises UserError where the critic has no room for it.
     """
