@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from helpers import tiny_base
-from teams import IDS, logits_of, make_team, shake
+from teams import IDS, logits_of, make_args, make_team, shake
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel
 
 import ippo_llm
@@ -78,6 +78,26 @@ def test_mixed_precision_rounds_a_policy_as_it_rounds_the_next(base, tokenizer, 
         logits = read.logits.unflatten(0, (2, 10))
         assert logits.dtype == torch.bfloat16
         torch.testing.assert_close(agent.actor.next_token(IDS, ONES).logits, logits[:, -1].float(), atol=0.05, rtol=0)
+
+
+DORA = {"lora_config": '{"use_dora": true}'}
+
+
+@pytest.mark.parametrize("flags", [{"lora_rank": 0}, {}, DORA], ids=["whole", "adapters", "DoRA"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba"])
+def test_while_agents_sample_frozen_weights_are_cast_once_and_give_the_same_bits(tokenizer, name, flags):
+    agents = shake(make_team(architectures.make_model(name), tokenizer, mixed_precision="bf16", **flags), 0.05)
+    base = agents[0].actor.base
+    before = dict(base.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        logits = [agent.actor.next_token(IDS, ONES).logits for agent in agents]
+        with models.sampling(agents, make_args(**flags)):
+            changed = {key for key, x in base.named_parameters(remove_duplicate=False) if x is not before[key]}
+            for agent, right in zip(agents, logits, strict=True):
+                assert torch.equal(agent.actor.next_token(IDS, ONES).logits, right)
+    assert all(x is before[key] for key, x in base.named_parameters(remove_duplicate=False))
+    assert bool(changed) == (flags != {"lora_rank": 0})
+    assert all(not before[key].requires_grad and key.endswith("weight") for key in changed)
 
 
 def test_where_nothing_is_sampled_there_is_nothing_with_a_gradient(base, tokenizer):

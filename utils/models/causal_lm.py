@@ -5,6 +5,7 @@ finds them by trying. Their rows are moved to the left, so that all padding is b
 see it; and each new token is computed from its whole row. That is slower, with the same result.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from utils.cli import UserError, one_line
 from utils.distributed import say
@@ -138,6 +141,26 @@ def autocast(model):
 def is_in_bfloat16(model):
     """Whether a model's passes are in bfloat16, by its mixed precision."""
     return getattr(model, "mixed_precision", "no") == "bf16"
+
+
+@contextlib.contextmanager
+def frozen_weights_cast(model):
+    """Within it frozen weights of a model in mixed precision are in bfloat16; no pass has to cast them then.
+
+    Weights that learn stay as they are: autocast casts these once, and frozen ones in each pass.
+    """
+    kept = []
+    if is_in_bfloat16(model):
+        dora = {module.get_base_layer() for module in model.modules() if getattr(module, "lora_variant", None)}
+        for module in model.modules():
+            if type(module) in (nn.Linear, Conv1D) and not module.weight.requires_grad and module not in dora:
+                kept.append((module, module.weight))
+                module.weight = nn.Parameter(module.weight.to(torch.bfloat16), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, weight in kept:
+            module.weight = weight
 
 
 def forward_unpadded(model, input_ids, attention_mask, cache, keep, hidden):

@@ -294,6 +294,9 @@ def sampling(agents, args):
             for agent in dict.fromkeys(agents):  # one may be in several seats
                 engine.hand_over(agent, agents, args)
         else:
+            for model in models:
+                if not (args.shard or args.torch_compiler):  # which hold on to the weights that they have
+                    stack.enter_context(causal_lm.frozen_weights_cast(model))
             for model in models[:1]:
                 stack.enter_context(causal_lm.autocast(model))
         yield
