@@ -135,7 +135,7 @@ def some(examples):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("examples, most", [(8, 3), pytest.param(300, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples, most", [(5, 3), pytest.param(300, 6, marks=pytest.mark.slow)])
 def test_any_flags_train_or_are_one_line(script, examples, most):
     @some(examples)
     @given(flags(script, most))

@@ -500,10 +500,9 @@ def actions(num_turns, granularity):
     return num_turns * LENGTH if granularity == "token" else num_turns
 
 
-def params(*short, rest=(), slow=()):
-    """Cases: of the short form, of the rest, and those that only -m slow runs."""
-    marked = [(case, pytest.mark.rest) for case in rest] + [(case, pytest.mark.slow) for case in slow]
-    return [pytest.param(*case) for case in short] + [pytest.param(*case, marks=mark) for case, mark in marked]
+def params(*short, slow=()):
+    """Cases: of the short form, and those that only -m slow runs."""
+    return [pytest.param(*case) for case in short] + [pytest.param(*case, marks=pytest.mark.slow) for case in slow]
 
 
 @pytest.mark.parametrize(
@@ -547,8 +546,8 @@ def test_magrpo_follows_the_exact_gradient(num_turns, mode, length, tmp_path):
     "num_turns, granularity, turn_level_clip, gae_lambda, values",
     params(
         (2, "turn", True, 0.5, "true"),
-        rest=[(2, "token", False, 0.5, "true")],
         slow=[
+            (2, "token", False, 0.5, "true"),
             (2, "turn", False, 0.5, "true"),
             (1, "token", False, 1.0, "arbitrary"),
             (2, "token", False, 1.0, "arbitrary"),
@@ -568,7 +567,7 @@ def test_ppo_follows_the_exact_gradient(num_turns, granularity, turn_level_clip,
 # --- What is wrong is seen --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rest
+@pytest.mark.slow
 def test_a_log_probability_without_gradient_is_seen(tmp_path, monkeypatch):
     policy_forward = ippo_llm.policy_forward
 

@@ -37,7 +37,8 @@ RISES = {
     "magrpo on numbers": (magrpo_llm, NUMBER | FAST | {"num_generations": 4, "train_size": 128}, 0.1),
     "ppo on guesses": (ppo_llm, BRIEF | {"train_size": 768}, 0.2),
 }
-LONGER = {"magrpo": [pytest.mark.rest], "maac": [pytest.mark.slow], "iac": [pytest.mark.slow]}
+REST, SLOW = [pytest.mark.rest], [pytest.mark.slow]
+LONGER = {"ppo": REST, "magrpo": REST, "maac": SLOW, "iac": SLOW}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=LONGER.get(case.split()[0], [])) for case in RISES])
