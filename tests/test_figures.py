@@ -46,6 +46,13 @@ def paid_in_a_round(game, update):
     return f"{fmean(read_metrics(folder)[update]['reward_mean'] for folder in folders) / 5 / shared:.1f}"
 
 
+def hanabi_return(seed, update):
+    """The exact expected reward of tiny_hanabi after an update of 256 matches; -1: after the last."""
+    rows = read_metrics(ROOT / "benchmark/hanabi" / f"moving_reference__{seed}")
+    steps = [row["global_step"] // 256 for row in rows]
+    return f"{rows[-1 if update < 0 else steps.index(update)]['eval/return']:.2f}"
+
+
 @cache
 def falls_on_code():
     """How far the reward of each main run, smoothed over nine updates, falls below what it was, by "GROUP__SEED"."""
@@ -107,6 +114,16 @@ SENTENCES = [  # page, a sentence, its figures
         "docs/games.md",
         "what they earn in a round falls from {} to {} each",
         lambda: [paid_in_a_round("dilemma", update) for update in (0, -1)],
+    ),
+    (
+        "docs/games.md",
+        "had come to {} and {} in the middle, after 600, and to {} and {} at last",
+        lambda: [hanabi_return(seed, update) for update in (600, -1) for seed in (1, 2)],
+    ),
+    (
+        "docs/report.md",
+        "comes to {} and {} in exact reward",
+        lambda: [hanabi_return(seed, -1) for seed in (1, 2)],
     ),
     (
         "docs/games.md",
