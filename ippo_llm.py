@@ -148,7 +148,7 @@ class Agent:
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # critic None: the head's
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
-        self.state = {"std": 0.0}  # the last s; what is in here is saved with the run
+        self.state = {"s": 0.0}  # the last s; what is in here is saved with the run
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -368,8 +368,8 @@ def learn(agent, rollout, args, generator):
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
-        rewards = rewards / (agent.state["std"] + args.reward_norm_eps)
+        agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly: late noise stays small
+        rewards = rewards / (agent.state["s"] + args.reward_norm_eps)
 
     # 2. m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. The critic learns the rest
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)

@@ -146,7 +146,7 @@ class Critic:
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # a layer, [n, D] to [n]; starts at 0
-        self.state = {"std": 0.0}  # the last s, which rewards are divided by; what is in here is saved with the run
+        self.state = {"s": 0.0}  # the last s, which rewards are divided by; what is in here is saved with the run
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
@@ -362,17 +362,18 @@ def learn(agents, critic, rollouts, args, generator):
     # 1. Rewards, in standard deviations of what an episode earns
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
-        critic.state["std"] = max(float(std), 0.98 * critic.state["std"])  # falls slowly: late noise stays small
-        rewards = rewards / (critic.state["std"] + args.reward_norm_eps)  # e_t
+        critic.state["s"] = max(float(std), 0.98 * critic.state["s"])  # falls slowly: late noise stays small
+        rewards = rewards / (critic.state["s"] + args.reward_norm_eps)  # e_t
 
     # 2. m_t: what is still earned from turn t on, undiscounted, a mean over this rollout. The critic learns the rest
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1], 0 in turns that nobody played
 
-    # 3. Log-probabilities and values before the update; less the KL penalty rewards become r_t
+    # 3. Log-probabilities and values before the update
     metrics = []
     text = models.join_transcripts(agents, rollouts, critic, num_turns)  # what the critic reads; too long: an error
     old_values = torch.zeros_like(rewards)
+    turn_rewards = rewards  # r_t, once each agent's KL penalty has come off
     with torch.no_grad():
         for agent, rollout, mask in zip(agents, rollouts, masks):
             old_logprobs = torch.zeros_like(mask)  # for the KL penalty; for PPO's ratio keep them in a list
@@ -381,14 +382,14 @@ def learn(agents, critic, rollouts, args, generator):
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
             kl = old_logprobs - ref_logprobs
-            rewards = rewards - args.kl_coef * models.sum_by_turn(kl, rollout.turns, num_turns)
+            turn_rewards = turn_rewards - args.kl_coef * models.sum_by_turn(kl, rollout.turns, num_turns)
             metrics.append({"kl": distributed.masked_mean(kl, mask)})
             metrics[-1]["reference_logprob"] = distributed.masked_mean(ref_logprobs, mask)
         for rows in text.attention_mask.sum(1).argsort().split(args.micro_batch_size):
             old_values[rows] = (baseline + critic_forward(critic, text, rows, num_turns)) * played[rows]
 
     # 4. Advantages. Another algorithm puts its own here
-    targets = (rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) is 0 at the end
+    targets = (turn_rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) is 0 at the end
     advantages = targets - old_values  # the TD error
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, played)

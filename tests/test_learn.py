@@ -180,7 +180,7 @@ def standardised(numbers, args, earlier=0.0):
 
 def reward_scale(learner, totals, args):
     """What rewards are divided by, from what episodes earn; but in ppo_llm it falls slowly."""
-    earlier = 0.0 if isinstance(args, ppo_llm.Args) else learner.state["std"]
+    earlier = 0.0 if isinstance(args, ppo_llm.Args) else learner.state["s"]
     return max(deviation(totals), 0.98 * earlier) + args.reward_norm_eps
 
 
@@ -384,7 +384,7 @@ def test_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch, case):
     agent = script.Agent(0, initial, 10, args)
     randomise([agent])
     if script is ippo_llm:
-        agent.state["std"] = 9.0  # as if earlier rollouts had been more different
+        agent.state["s"] = 9.0  # as if earlier rollouts had been more different
     transcripts = make_transcripts(script, agent.tokenizer, EPISODES)
     if case == "ppo of tokens":  # self-play: rows of a seat that acts in odd turns, and of one that acts in even turns
         for b, transcript in enumerate(transcripts):
@@ -454,7 +454,7 @@ def test_a_teams_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch,
     agents = [maac_llm.Agent(i, initial, 10, args) for i, initial in enumerate(initials(args))]
     critic = maac_llm.Critic(initials(args)[0], 10, args)
     randomise([*agents, critic])
-    critic.state["std"] = 9.0
+    critic.state["s"] = 9.0
     teams = [
         make_transcripts(maac_llm, critic.critic.tokenizer, own, k) for k, own in enumerate((EPISODES, OTHER_EPISODES))
     ]
