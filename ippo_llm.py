@@ -112,7 +112,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """What joint answers earn, N lists of texts: a list of floats for the team (or N lists of floats, one per agent).
+    """Score joint answers, N lists of texts; returns a list of floats for the team, or N such lists, one per agent.
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -145,7 +145,7 @@ class Agent:
         self.value_head = models.ValueHead(self.critic or self.actor, args)  # a layer, [n, D] to [n]; starts at 0
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
-            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # critic None: the head's
+            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # the critic may be None
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
         self.state = {"s": 0.0}  # the last s; what is in here is saved with the run
@@ -158,8 +158,8 @@ class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
-    messages or a string. An agent acts in episodes that it observes, unless these are cut; one that nobody observes has
-    ended. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    messages or a string. An agent acts in the episodes of its dict; one in no dict has ended, one that lacks room is in
+    no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -197,7 +197,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # As wrapped by tasks.load_task: N lists of floats, one for each agent
+        # load_task leaves out arguments that a function does not name; here it returns N lists of floats, one per agent
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
@@ -240,7 +240,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut; learned from as if it had ended
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time, [] of none; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -288,7 +288,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # Its ids, up to the model's longest context; first an end token, if the last answer lacks one
+                    # The chat's ids, cut at the longest context; first an end token if the last answer lacks one
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -307,7 +307,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # the last token is of an answer: but for a cut, an agent reads only to act
+                    if own[b].answers:  # [-1] is its latest answer's last token; before its first one, metrics only
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -325,7 +325,7 @@ def policy_forward(policy, rollout, rows, args):
     They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
     """
     sampled = rollout.turns[rows] > 0
-    # Logits at the position before each of them, [n, vocabulary]; read leaves out columns of padding
+    # [n, vocabulary]: all logits[:, :-1][sampled[:, 1:]], which predict those tokens; padding is left out
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -368,10 +368,10 @@ def learn(agent, rollout, args, generator):
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
-        agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly: late noise stays small
+        agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)
 
-    # 2. m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. The critic learns the rest
+    # 2. m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. V = critic + m_k
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     baseline = torch.zeros_like(rewards)
     for k in range(1, distributed.max(rollout.turns) + 1):
@@ -402,7 +402,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean: gradients are averaged too
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process, as gradients average
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens
@@ -459,7 +459,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
-    batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
+    batches = tasks.shuffled_batches(train_items, args)  # of the whole run: an update's items each
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)

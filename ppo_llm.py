@@ -4,9 +4,9 @@ Each agent has its own actor and critic: adapters on a base that agents share (-
 --no-use-separate-critic the critic is a head on the actor, whose loss trains the actor too. h_t is all that an agent
 has read and written before it samples a_t, its action, a token of turn k:
 
-    r_t     = what it earns from a_t until its next action
+    r_t     = what it earns from a_t until its next action    (--reward-normalization: / its std over episodes)
     m_k     = mean of what it earns from turn k on     undiscounted, over episodes in which it acts in turn k
-    V(h_t)  = critic(h_t) + m_k                        m_k, own episode included, is an addition to AgileRL's page
+    V(h_t)  = critic(h_t) + m_k                        m_k, own episode included, is not in PPO
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
@@ -58,7 +58,7 @@ from utils.run import FolderArgs, Run
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
 
-    # needs(x): an error unless x is on; not_with(x, y): an error where x or y holds; & is "and"
+    # needs(x): setting it is an error unless x is on; not_with(x, y): where x or y holds; & is "and"
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -110,7 +110,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     mini_batch_size: PositiveInt = 16  # transcripts of a step, of all processes (--self-play: an episode has several)
     micro_batch_size: PositiveInt = 16  # transcripts of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0
-    entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # to which it goes as a line over the run
+    entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # where its line over the run ends
     value_loss_coef: NonNegativeFloat = 0.5
     actor_learning_rate: NonNegativeFloat = 3e-3
     critic_learning_rate: NonNegativeFloat = 3e-3  # of critics and value heads
@@ -178,7 +178,7 @@ class Agent:
         self.value_head = models.ValueHead(self.critic or self.actor, args)  # a layer, [n, D] to [n]; starts at 0
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
-            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # critic None: the head's
+            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # the critic may be None
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
         self.state = {"std": 0.0}  # the last divisor of advantages; what is in here is saved with the run
@@ -192,8 +192,8 @@ class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
-    messages or a string. An agent acts in episodes that it observes, unless these are cut; one that nobody observes has
-    ended. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    messages or a string. An agent acts in the episodes of its dict; one in no dict has ended, one that lacks room is in
+    no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -231,7 +231,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # As wrapped by tasks.load_task: N lists of floats, one for each agent
+        # load_task leaves out arguments that a function does not name; here it returns N lists of floats, one per agent
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
@@ -274,7 +274,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time; --use-vllm: vLLM replaces it
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time, [] of none; --use-vllm: vLLM replaces it
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -322,7 +322,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # Its ids, up to the model's longest context; first an end token, if the last answer lacks one
+                    # The chat's ids, cut at the longest context; first an end token if the last answer lacks one
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -341,7 +341,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # the last token is of an answer: but for a cut, an agent reads only to act
+                    if own[b].answers:  # [-1] is its latest answer's last token; before its first one, metrics only
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -359,7 +359,7 @@ def policy_forward(policy, rollout, places, rows, args):
     They are computed at the n `places` [B, S] of these rows that are True. Elsewhere they are 0.
     """
     places = places[rows]
-    # At the position before each of them, which has read h_t: logits [n, vocabulary] and hidden_states [n, D]
+    # Read one column before each, after h_t: logits [n, vocabulary], as of logits[:, :-1][places[:, 1:]]
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=places)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][places])
@@ -411,7 +411,7 @@ def mean_rewards_to_go(rewards, turns, is_first, is_last, is_cut_end):
         in_turn = turns == k
         m_k = distributed.masked_mean(rewards_to_go, is_first * in_turn)  # 0 if nobody acts in turn k
         baseline += in_turn * m_k
-        # Behind a cut the answer of turn k is paid already: what episodes that go on earn after it, on average
+        # A cut episode has the reward of its answer k already: the mean of what others earn after theirs
         acts_again = is_last * in_turn * (last_turn > k)
         m_after_k = m_k
         if distributed.max(acts_again):
@@ -474,9 +474,9 @@ def learn(agent, rollout, args, generator):
     advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly: late noise stays small
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly, or late noise would grow
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
-    advantages = advantages.gather(1, start)  # each token has that of its action
+    advantages = advantages.gather(1, start)  # a sampled token has that of its action; mask hides the rest
 
     # 6. Optimiser steps
     entropy_coef = args.entropy_coef
@@ -488,7 +488,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean: gradients are averaged too
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process, as gradients average
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -565,7 +565,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # Env in this file, as a TeamEnv
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
-    batches = tasks.shuffled_batches(train_items, args)  # rollout_buffer_size / num_generations items, for each update
+    batches = tasks.shuffled_batches(train_items, args)  # of the whole run: an update's items each
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
