@@ -1,6 +1,6 @@
 """Does a central critic help a team, and when? IAC, IPPO, MAAC and MAGRPO on the task build, and the page of it.
 
-    python -m benchmark.central_critic --workers 2                                   about 50 minutes on two cores
+    python -m benchmark.central_critic --workers 2                                   an hour and a half on two cores
     python -m benchmark.central_critic --size quick --output-dir runs/central        its short form, in a minute
 
 Every method scores as many joint samples (a team's answers of one turn), about 64 in an update, whatever the number of

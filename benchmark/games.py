@@ -85,7 +85,7 @@ def table(curves):
         ]
         row += [" ".join(f"{value:.3f}" for value in last), plot.number(np.mean(best), 3), f"{illegal:.1%}"]
         lines.append(row)
-    header = "regularised by|seeds|exploitability at the end|95 % interval|of each seed|lowest of a run|illegal answers"
+    header = "regularised by|seeds|exploitability at the end|95 % interval|of each seed|mean of lowest|illegal answers"
     return plot.markdown(header, lines)
 
 

@@ -194,9 +194,9 @@ def test_epochs_and_mini_batches_make_optimiser_steps(tmp_path, tokenizer, scrip
 
 
 def rates_of(agent):
-    """Those of eight updates, and the one after them."""
+    """Those of eight updates, and of two after them."""
     rates = agent.schedules[0].get_last_lr()
-    for _ in range(8):
+    for _ in range(9):
         agent.optimizers[0].step()
         agent.schedules[0].step()
         rates = [*rates, *agent.schedules[0].get_last_lr()]
@@ -204,8 +204,8 @@ def rates_of(agent):
 
 
 def test_learning_rates_fall_in_the_second_half_of_the_run(tokenizer):
-    assert rates_of(build(ippo_llm, tokenizer)[0]) == pytest.approx([1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
-    assert rates_of(build(ippo_llm, tokenizer, anneal_lr=False)[0]) == [1] * 9
+    assert rates_of(build(ippo_llm, tokenizer)[0]) == pytest.approx([1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0])
+    assert rates_of(build(ippo_llm, tokenizer, anneal_lr=False)[0]) == [1] * 10
 
 
 def test_learning_rates_of_ppo_rise_and_then_fall_along_a_cosine(tokenizer):

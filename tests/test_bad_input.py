@@ -204,6 +204,12 @@ def test_what_a_game_does_wrong_is_said_in_a_line(tmp_path, small, case):
         ppo_llm.main(args, task=broken, **small)
 
 
+def test_a_game_that_leaves_no_room_for_an_answer_is_said_in_a_line(tmp_path, small):
+    args = ppo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"), lora_rank=2, max_model_len=8)
+    with pytest.raises(UserError, match=r"^nobody acted in update 1: .*, or no room behind it for an answer"):
+        ppo_llm.main(args, task=Game, **small)
+
+
 class Players:
     """Two players, of whom the first moves; `returned` is what step returns in place of something right."""
 

@@ -132,7 +132,7 @@ SENTENCES = [  # page, a sentence, its figures
     ),
     (
         "docs/games.md",
-        "falls from 0.35 to between {} and {}",
+        "falls from 0.35, after the first update, to between {} and {}",
         lambda: [f"{bound([exploitability('moving_reference', k) for k in (1, 2, 3)]):.3f}" for bound in (min, max)],
     ),
 ]

@@ -348,13 +348,13 @@ def count_parameters(policy):
 
 
 def lr_schedule(optimizer, num_updates, args):
-    """The learning rate by updates: --anneal-lr lowers it to 0 over the second half of the run, as a line.
+    """The learning rate by updates: --anneal-lr lowers it over the second half of the run to 0, where it stays.
 
     Where a script has --cosine-lr-schedule, along a cosine in its place, after --warmup-proportion of the updates.
     """
     if not hasattr(args, "cosine_lr_schedule"):
-        factor = lambda update: min(1.0, 2.0 * (1.0 - update / num_updates)) if args.anneal_lr else 1.0  # noqa: E731
-        return LambdaLR(optimizer, factor)
+        lowered = lambda update: min(1.0, max(0.0, 2.0 * (1.0 - update / num_updates)))  # noqa: E731
+        return LambdaLR(optimizer, lowered if args.anneal_lr else lambda update: 1.0)
     num_warmup = round(args.warmup_proportion * num_updates)
     if args.cosine_lr_schedule:
         return get_cosine_schedule_with_warmup(optimizer, num_warmup, num_updates)

@@ -40,9 +40,10 @@ from utils.population.folder import Population
 from utils.run.report import EVAL_REWARD
 
 OWN = ("--fork", "--pause-at")  # flags that a run gets from here, beside those of utils.benchmark
-FIXED = """seed train_size max_prompt_length num_agents lora_rank lora_alpha lora_dropout value_head_hidden_dim
-critic_value_head_hidden_dim rollout_buffer_size num_generations num_train_epochs max_episodes save_interval
-keep_checkpoints""".split()  # numbers that a fork may not change, or that change how long a run is or how it is kept
+# Numbers that a fork may not change, or that change how long a run is, how it is kept or what its fitness is a mean of
+FIXED = """seed train_size eval_size max_prompt_length num_agents lora_rank lora_alpha lora_dropout
+value_head_hidden_dim critic_value_head_hidden_dim rollout_buffer_size num_generations num_train_epochs max_episodes
+save_interval keep_checkpoints""".split()
 
 
 @flags

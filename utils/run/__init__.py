@@ -269,6 +269,10 @@ class Run:
 
     def row(self, step, items, rollouts, metrics, critic_metrics, seconds):
         """The row of metrics.csv after so many updates, {name: number or None}. Raises TaskError."""
+        num_tokens = int(distributed.sum(sum(map(count_tokens, rollouts))))
+        if num_tokens == 0:
+            reason = "there was nothing to read, or no room behind it for an answer (--max-new-tokens, --max-model-len)"
+            raise TaskError(f"nobody acted in update {step}: {reason}")
         metrics = team_metrics(rollouts, self.args.num_turns > 1) | agent_metrics(metrics, critic_metrics)
         if hasattr(self.task, "TeamEnv") and len(rollouts) > 1:  # seats of a game, or of an environment
             metrics |= seat_metrics(rollouts)
@@ -282,7 +286,6 @@ class Run:
             **distributed.mean_by_name(metrics | extra),
             **{f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES},
         }
-        num_tokens = int(distributed.sum(sum(map(count_tokens, rollouts))))
         spent = sum(seconds.get(phase, 0.0) for phase in PHASES)
         row["samples_per_second"] = self.args.rollout_buffer_size / spent if spent else None
         row["new_tokens_per_second"] = num_tokens / spent if spent else None

@@ -18,7 +18,8 @@ A task is a module (or any object) with
         one episode, with those of these that it names: `prompt` (the item's), N completions, N lists of an agent's
         prompts so far (as the task gave them) and of its responses, `item`, and `turn` (from 0, the one just played).
         An agent reads what is new after all that it has read and written: of a chat that goes on from its last prompt
-        the user's messages after that, of any other chat all messages of the user, and a string as it is
+        all messages after the answer, of any other chat all but the assistant's and but those, such as a system
+        message, that its last prompt had; a string is a message of the user
     optional: reward_processor(float) -> float, which all rewards go through, those in metrics too;
         metrics_callback(rollouts, items) -> {name: float}, from N Rollouts and the items of their B episodes, if it
         names them; optimum(num_agents, num_turns, items) -> float, the expected reward of an episode at best, with
