@@ -587,7 +587,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             if opponents:
                 metrics[0] |= opponents.metrics(update, rollouts)
             eval_reward = evaluate(players, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
-            run.log(items, rollouts, metrics, eval_reward)
+            run.log(items, rollouts, metrics, eval_reward, seats=seats)
     return agents, run
 
 

@@ -1,6 +1,7 @@
 """What a user can get wrong ends with one line that names it, before anything is written."""
 
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -247,6 +248,33 @@ def test_what_an_environment_of_players_does_wrong_is_said_in_a_line(tmp_path, s
     args = ippo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"))
     with pytest.raises(UserError, match=message):
         ippo_llm.main(args, task=module, **small)
+
+
+def test_an_environment_of_a_task_takes_rows_and_is_not_made_for_none(tmp_path, small):
+    sizes = []
+
+    class Reader(Players):
+        def __init__(self, task, items, args):
+            sizes.append(len(items))
+            self.first = {b: items[0]["prompt"] + item["prompt"] for b, item in enumerate(items)}
+
+    args = ippo_llm.Args(**SMALL | {"train_size": None}, output_dir=str(tmp_path / "run"), num_train_epochs=1)
+    task = SimpleNamespace(TeamEnv=Reader)
+    args.task = "mine.py"  # whose module this is
+    _, run = ippo_llm.main(args, task=task, train_dataset=[{"prompt": f"Begin {k}."} for k in range(8)], **small)
+    assert sizes == [4, 4] and math.isnan(run.rows[0]["eval/reward_mean"] or math.nan)
+
+
+def test_the_length_of_prompts_is_no_matter_of_games(tmp_path, small):
+    args = ppo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"), lora_rank=2, max_prompt_length=9)
+    with pytest.raises(UserError, match="^--max-prompt-length has no effect in a game"):
+        ppo_llm.main(args, task=Game, **small)
+
+
+def test_rows_of_which_some_have_no_prompt_are_refused(small):
+    rows = [{"prompt": "a"}, {"prompt": "b"}, {"text": "c"}, {"prompt": "d"}]
+    with pytest.raises(UserError, match="KeyError: 'prompt'"):
+        ippo_llm.main(ippo_llm.Args(**SMALL), train_dataset=rows, **small)
 
 
 def test_a_seat_that_never_acts_does_not_stop_the_others(tmp_path, small):

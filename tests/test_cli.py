@@ -1,6 +1,11 @@
 """Names of the sources' pages are flags or aliases; --help explains every flag of every script."""
 
+import os
+import subprocess
+import sys
+
 import pytest
+from processes import ROOT
 
 import iac_llm
 import ippo_llm
@@ -59,3 +64,12 @@ def test_help_has_every_flag(script, capsys):
     text = capsys.readouterr().out
     for name in script.Args.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in text
+
+
+def test_a_terminal_that_knows_ascii_alone_ends_no_command(tmp_path):
+    lines = ["from utils.cli import command_line, flags", "@flags", "class Args:", "    x: int = 1  # a number"]
+    lines.append("command_line(lambda args: print('one \u2026'), Args, 'What it does.')")
+    (tmp_path / "tool.py").write_text("\n".join(lines), encoding="utf-8")
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, tmp_path / "tool.py"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one \\u2026\n", "")

@@ -96,6 +96,11 @@ def test_values_of_json_are_those_of_the_file(tmp_path):
     assert [type(row["mixed"]) for row in found] == [int, float]
 
 
+def test_a_row_of_csv_with_more_fields_than_the_header_is_refused(tmp_path):
+    with pytest.raises(UserError, match="its rows have more fields than its header"):
+        rows_of(write(tmp_path / "rows.csv", "prompt,answer\na,1,\n"))
+
+
 def test_a_column_without_a_value_and_quotes_in_csv(tmp_path):
     name = write(tmp_path / "rows.csv", 'prompt,answer\n"a ""b"", c",\n"two\nlines",3\n')
     assert rows_of(name) == [{"prompt": 'a "b", c', "answer": ""}, {"prompt": "two\nlines", "answer": "3"}]

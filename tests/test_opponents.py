@@ -18,6 +18,7 @@ from utils.files import checkpoints
 from utils.load import load
 from utils.models.weights import opponents_of
 from utils.opponents import Opponents
+from utils.run.log import joint_samples
 from utils.same import compare, timeless
 
 pytest.importorskip("pyspiel")
@@ -217,6 +218,18 @@ def test_the_agents_of_a_run_of_another_model_have_the_other_seat_and_do_not_cha
     train(tmp_path / "paused", **against(tmp_path / "other", pause_at=3))
     train(resume=str(tmp_path / "paused"), **against(tmp_path / "other"))
     assert all(compare(tmp_path / "paused", tmp_path / "run").values())
+
+
+def test_samples_are_read_as_each_seat_reads(tmp_path, monkeypatch):
+    readers = []
+
+    def note(items, agents, *rest, **numbers):
+        readers.append(agents)
+        return joint_samples(items, agents, *rest, **numbers)
+
+    monkeypatch.setattr("utils.run.joint_samples", note)
+    agents, _ = train(tmp_path / "run", max_episodes=8)
+    assert [[agent is agents[0] for agent in seats] for seats in readers] == [[True, False], [False, True]]
 
 
 def test_a_wrong_run_as_opponent_is_a_line(tmp_path):

@@ -323,6 +323,11 @@ def test_runs_that_are_not_seeds_of_one_command_are_named(tmp_path):
         plot.load([f"{tmp_path}/x/*"])
 
 
+def test_a_seed_may_have_been_resumed_with_less_memory(tmp_path):
+    bad(tmp_path, micro_batch_size=2)
+    assert len(plot.load([f"{tmp_path}/x/*"])["x", "tldr"]) == 3
+
+
 def test_a_seed_twice_is_named(tmp_path):
     bad(tmp_path, seed=2)
     with pytest.raises(UserError, match="x/2 and .*x/3 are the same seed, 2$"):

@@ -391,6 +391,19 @@ def test_what_the_first_update_shows_is_one_line_and_leaves_nothing(script, bree
     assert "\n" not in str(error.value) and error.value.exit_code == 2 and not Path("out").exists()
 
 
+def test_runs_that_evaluate_nothing_are_refused_at_once(script, breeding):
+    Path("script.py").write_text(SCRIPT.replace("{reward},{reward}", "{reward},"))
+    with pytest.raises(UserError, match="^--metric eval/reward_mean: the runs evaluate nothing"):
+        breed()
+    assert not Path("out").exists()
+
+
+def test_the_command_keeps_its_program_and_its_interval_of_evaluations(script, breeding):
+    breed(command="env python script.py --eval-interval=2", size=2, quantile_fraction=0.5, generation=12)
+    argv = [call["argv"] for call in calls() if "--pause-at" in call["argv"]]
+    assert argv and all("--eval-interval=2" in words and "--eval-interval" not in words for words in argv)
+
+
 def test_a_folder_of_another_population_or_of_anything_else_is_refused(script, breeding):
     breed(generation=12)
     before = lineage()

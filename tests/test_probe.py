@@ -95,6 +95,11 @@ def test_the_best_score_is_what_the_best_player_earns(name):
     assert games.score(games.game_of(name), max) == pytest.approx(sum(totals) / len(totals), abs=1e-12)
 
 
+def test_only_letters_are_letters_of_a_team():
+    pay = games.game_of("differ-2").pay
+    assert [pay(0, [said]) for said in (("a", "b"), ("", "a"), ("ab", "b"), ("a", "a"))] == [1.0, 0.25, 0.25, 0.5]
+
+
 def test_a_prompt_has_what_was_said_before():
     seen = []
     play("memory-4", all_deals("memory-4")[:1], lambda turn, agent, prompt: seen.append(prompt) or "b")

@@ -330,6 +330,23 @@ def test_a_fork_of_another_seed_draws_other_numbers():
     assert timeless("first")[:2] == timeless("other")[:2] and timeless("first")[2] != timeless("other")[2]
 
 
+def test_a_fork_with_other_data_reads_them_from_the_first():
+    train("ippo", folder="first", **KEPT)
+    items = [{"prompt": f"Number {k}.", "number": k} for k in range(12)]
+    Path("other.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    read = []
+
+    def note(*completions, items):
+        read.extend(item["number"] for item in items)
+        return [0.5] * len(items)
+
+    flags = {"dataset": "other.jsonl", "train_size": 8, "eval_size": 4, "num_train_epochs": 2}
+    _, run = train("ippo", note, fork=SECOND, pause_at=4, **flags)
+    assert run.num_updates == 2 + 4 and run.rows[-1]["epoch"] == 1 and len({*read}) == len(read) == 8
+    train("ippo", note, resume="run", fork=SECOND, **flags)
+    assert len(read) == 16 and {*read[8:]} == {*read[:8]}
+
+
 def test_a_fork_is_of_the_newest_checkpoint_that_is_whole():
     train("ippo", folder="first", pause_at=2, **KEPT)
     (Path(SECOND) / "agent_0/model.safetensors").write_bytes(b"")

@@ -1,6 +1,7 @@
 """A run as its user sees it: what is in its folder, how it ends, what it gives back, and what it logs elsewhere."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -222,6 +223,15 @@ def test_memory_that_runs_out_while_it_learns_names_the_flag(monkeypatch):
 
 
 # --- What it gives back -----------------------------------------------------------------------------------------------
+
+
+def test_a_disk_without_locks_is_said(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(UserError, match="^.* can't be locked: No locks available; take another disk "):
+        lock(tmp_path)
 
 
 @pytest.mark.parametrize("fails", [False, True])

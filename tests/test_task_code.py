@@ -143,6 +143,15 @@ def test_a_row_of_humaneval_keeps_what_stands_before_the_function():
     assert points("def aux(s, times):\n    return s", main, item) == pytest.approx(4.0)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [({"entry_point": None}, "its entry_point is no text"), ({"test": "def check(candidate):\n    pass"}, "no assert")],
+)
+def test_a_row_that_can_not_be_judged_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        code.item_of(code.train_dataset(1, 1)[0] | change)
+
+
 @pytest.mark.parametrize("sanitized", [False, True])
 def test_a_row_of_mbpp_becomes_a_function_to_complete(sanitized):
     text = "Write a function to find the area of a circle, rounded."

@@ -421,6 +421,9 @@ def flags_of(folder, Args, what="--resume"):
 def command_line(main, Args, description):
     """Run main(Args) as a command; an error that the user can mend is one line on standard error, no traceback."""
     script = Path(sys.argv[0]).name.replace("__main__.py", Path(sys.argv[0]).parent.name)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone ends no run
     try:
         main(parse(Args, description=description, script=Path(script).stem))
     except Stopped as stop:

@@ -67,6 +67,8 @@ def lock(folder):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
+        if not isinstance(error, BlockingIOError):
+            raise UserError(f"{folder} can't be locked: {error.strerror}; take another disk (--output-dir)") from error
         raise UserError(f"another run is under way in {folder}") from error
     return file
 

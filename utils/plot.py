@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from utils.cli import UserError, command_line, flag_name, flags, one_line
 from utils.run import FolderArgs
+from utils.run.folder import OF_MACHINE
 from utils.run.reader import read_config, read_metrics
 from utils.run.report import COLORS, smooth
 
@@ -27,7 +28,7 @@ LINES, MARKERS = ["-", "--", "-.", ":"], ["", "o", "s", "^", "D", "v", "P", "X"]
 RESAMPLES = 10_000  # drawn for an interval, where there are too many to take each
 KINDS = ("interquartile mean", "mean")  # aggregates over tasks
 REPEATS = 2000  # resamples for an interval by rliable, which is slow
-FREE = {"--seed", "--reward-timeout", *(flag_name(field.name) for field in dataclasses.fields(FolderArgs))}
+FREE = {"--seed", *map(flag_name, [*OF_MACHINE, *(field.name for field in dataclasses.fields(FolderArgs))])}
 BROKEN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, csv.Error)  # what a bad file raises
 READ_AS = "Means over seeds; reward and log-probability are of the last tenth of updates. In brackets are 95 % "
 READ_AS += "intervals, a percentile bootstrap over seeds, which of fewer than five is no wider than the seeds. The "
@@ -124,7 +125,7 @@ def task_of(config):
     if subject is None:
         if "script" not in config:  # an earlier version's
             return "guess"
-        return "the script's task"
+        return "guess" if Path(config["script"]).stem == "ppo_llm" else "the script's task"
     return one_line(Path(subject).stem if subject.endswith(".py") else subject, 80)
 
 

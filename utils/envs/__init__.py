@@ -271,13 +271,15 @@ def guarded(TeamEnv, label):
             self.episodes = range(len(items))
             self.timeout = args.reward_timeout
             with self.guard("__init__"):
-                self.env = TeamEnv(task, items, args)
+                self.env = TeamEnv(task, items, args) if items else None  # None: no episodes, as of nothing held out
 
         @property
         def failed(self):
             return getattr(self.env, "failed", ())
 
         def reset(self):
+            if self.env is None:
+                return [{} for _ in range(self.num_agents)]
             with self.guard("reset"):
                 observations = self.env.reset()
             observations = self.check_observations(observations, "reset")

@@ -35,7 +35,7 @@ from utils.cli import (
     not_with,
     one_line,
 )
-from utils.files import read_json
+from utils.files import read_json, read_rows
 from utils.population.folder import Population
 from utils.run.report import EVAL_REWARD
 
@@ -187,10 +187,11 @@ def check_length(args, num_updates):
 
 
 def check_metric(args, folder):
-    with open(folder / "metrics.csv", encoding="utf-8") as file:
-        columns = file.readline().strip().split(",")
-    if args.metric not in columns:
-        raise UserError(f"--metric {args.metric} is no column of the runs' metrics.csv: {', '.join(columns)}")
+    first = read_rows(folder / "metrics.csv")[0]
+    if args.metric not in first:
+        raise UserError(f"--metric {args.metric} is no column of the runs' metrics.csv: {', '.join(first)}")
+    if args.metric == EVAL_REWARD and first[EVAL_REWARD] is None:
+        raise UserError(f"--metric {EVAL_REWARD}: the runs evaluate nothing (--eval-interval 0, or no held-out items)")
 
 
 def outcome(population):
@@ -216,7 +217,8 @@ def main(args):
     ranges = ranges_of(args.mutate, known)
     words_of(args.command, [flag_name(name) for name in ranges])
     words += ["--seed", str(args.seed)]
-    if "--eval-interval" in known and "--eval-interval" not in words:
+    given = {word.split("=")[0].replace("_", "-") for word in words}
+    if "--eval-interval" in known and not given & {"--eval-interval", "--evaluation-interval"}:
         words += ["--eval-interval", str(args.generation)]
     try:
         from utils.population import breeding

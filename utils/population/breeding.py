@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -113,7 +114,9 @@ def run_script(plan, folder, fork, values, end):
     elif fork:
         where += ["--fork", str(fork)]
     own = [word for name, value in values.items() for word in (flag_name(name), repr(value))]
-    argv = [plan["python"], *plan["words"][1:], *own, "--pause-at", str(end), *where]
+    first = plan["words"][0]
+    program = plan["python"] if re.fullmatch(r"python[\d.]*", first) else first
+    argv = [program, *plan["words"][1:], *own, "--pause-at", str(end), *where]
     folder.parent.mkdir(parents=True, exist_ok=True)
     stopped = False
     with open(f"{folder}.log", "a") as log:

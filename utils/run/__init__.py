@@ -23,7 +23,7 @@ from utils.models.weights import load_agents, optimizers_of, save_agents, schedu
 from utils.run.checkpoint import newest_whole, random_state, restore_random_state, write_checkpoint
 from utils.run.failures import explain
 from utils.run.folder import OF_FOLDER, FolderArgs, check_untrained, empty, outputs, run_folder, write_config
-from utils.run.fork import COPY, copy_fork, fork_of, put_fork
+from utils.run.fork import COPY, OF_DATA, copy_fork, fork_of, put_fork
 from utils.run.kept import Kept
 from utils.run.log import Log, joint_samples
 from utils.run.metrics import agent_metrics, count_tokens, seat_metrics, team_metrics
@@ -58,9 +58,14 @@ class Run:
         self.script = script
         self.batches = batches
         self.task = task
-        self.num_updates = len(batches)
         self.folder = distributed.decide(lambda: run_folder(args, script))
         self.fork = distributed.decide(self.read_fork)
+        if self.fork and self.fork["changed"].keys() & OF_DATA:
+            batches.begin_at(self.fork["step"])
+        self.num_updates = len(batches)
+        if self.fork and not args.resume and self.fork["step"] >= self.num_updates:
+            done = f"--fork {args.fork} has done {self.fork['step']} updates, and that is all by these flags"
+            raise UserError(f"{done}: give a larger --max-episodes or --num-train-epochs")
 
         self.step = 0  # updates done
         self.saved_step = 0  # updates in the newest checkpoint
@@ -88,11 +93,7 @@ class Run:
             return read_json(self.folder / "config.json").get("fork")
         if not self.args.fork:
             return None
-        fork = fork_of(self.args, Path(self.script).stem, self.folder, OF_FOLDER)
-        if fork["step"] >= self.num_updates:
-            done = f"--fork {self.args.fork} has done {fork['step']} updates, and that is all by these flags"
-            raise UserError(f"{done}: give a larger --max-episodes or --num-train-epochs")
-        return fork
+        return fork_of(self.args, Path(self.script).stem, self.folder, OF_FOLDER)
 
     # --- The beginning ---
 
@@ -231,12 +232,13 @@ class Run:
         done = update + 1
         return interval > 0 and (done % interval == 0 or done in (1, self.num_updates))
 
-    def log(self, items, rollouts, metrics, eval_reward=None, critic_metrics=None):
+    def log(self, items, rollouts, metrics, eval_reward=None, critic_metrics=None, seats=None):
         """End an update: write its metrics and its first episodes, and save where it is time.
 
         `items` are those of the B episodes of this process, `rollouts` and `metrics` {name: number or scalar tensor},
-        one for each agent; means over the processes are written. Raises TaskError where the task's metrics have names
-        that are taken, Stopped after a signal, WriteError where the disk does not take it.
+        one for each agent; means over the processes are written. `seats` are who played, if not the agents. Raises
+        TaskError where the task's metrics have names that are taken, Stopped after a signal, WriteError where the disk
+        does not take it.
         """
         scores = self.scores() if eval_reward is not None else {}
         seconds = self.lap()
@@ -249,7 +251,7 @@ class Run:
             if distributed.is_main():
                 with writing(self.folder):
                     numbers = {"update": self.step, "global_step": row["global_step"]}
-                    samples = joint_samples(items, self.agents, rollouts, self.args.num_turns > 1, **numbers)
+                    samples = joint_samples(items, seats or self.agents, rollouts, self.args.num_turns > 1, **numbers)
                     self.log_files.add(row, samples)
                 if self.bar is not None:
                     speed = row["samples_per_second"] or 0.0
@@ -282,7 +284,7 @@ class Run:
             raise TaskError(f"metrics_callback returned {', '.join(sorted(taken))}, which a run has of its own")
         row = {
             "global_step": step * self.args.rollout_buffer_size,
-            "epoch": step * self.batches.items_per_update / self.batches.num_items,
+            "epoch": (step - self.batches.first) * self.batches.items_per_update / self.batches.num_items,
             **distributed.mean_by_name(metrics | extra),
             **{f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES},
         }

@@ -13,6 +13,7 @@ OF_AGENTS = """model model_config num_agents self_play opponents use_separate_cr
 critic_model_config critic_value_head_hidden_dim value_head_hidden_dim use_separate_reference_adapter
 lora_rank lora_alpha lora_dropout lora_target_modules lora_config
 load_checkpoint load_optimizer keep_reference fresh_critic merge_lora_configs""".split()
+OF_DATA = ["task", "env", "dataset"]  # where these differ, items are read from the first on
 OF_LENGTH = ["rollout_buffer_size", "num_generations"]  # what an update is: those of the run are counted on
 
 

@@ -12,7 +12,7 @@ Rule and numbers: arXiv 2508.04652 and CoMLRL's code for it. The made abstracts 
 tokens, for which it was meant, so texts about them may have 16 words.
 
     python ippo_llm.py --task arxiv                                        made abstracts
-    python ippo_llm.py --task arxiv --dataset OpenMLRL/arXiv_abstract      the hub's, or any with its column
+    python ippo_llm.py --task arxiv --dataset OpenMLRL/arXiv_abstract --max-new-tokens 400      the hub's
 """
 
 import random

@@ -139,7 +139,7 @@ def metrics_callback(rollouts, items):
     shares = []
     for k, item in enumerate(items):
         turns = [*zip(*(rollout.answers[k] for rollout in rollouts))]
-        shares.append(intersection_over_union(last_world(turns, "last-kept"), item["picture"]))
+        shares.append(intersection_over_union(last_world(turns, item["variant"]), item["picture"]))
     return {"iou": sum(shares) / len(shares)}
 
 
@@ -162,7 +162,9 @@ def best_worth(picture, world, num_agents, num_turns, variant):
 
 
 def optimum(num_agents, num_turns, items):
-    """The expected reward of an episode of optimal play, of one line a turn."""
+    """The expected reward of an episode of optimal play, of one line a turn; None where it takes minutes to find."""
+    if num_agents == 3 and num_turns > 2 and any(item["variant"] != "every-empty" for item in items):
+        return None
     values = {}
     for item in items:
         key = (tuple(item["picture"]), item["variant"])

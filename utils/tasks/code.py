@@ -26,7 +26,7 @@ import warnings
 import datasets
 
 from utils.tasks.made_text import INNER, OUTER
-from utils.tasks.sandbox import run_tests
+from utils.tasks.sandbox import count_asserts, run_tests
 
 ARGUMENTS = [(7, 3), (-4, 6), (5, 5), (0, 9), (-8, -3), (12, -5)]
 FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -74,7 +74,12 @@ def made_problem(outer, inner):
 def item_of(row):
     """A row of HumanEval or CoopHumanEval as it is; a row of MBPP, whose tests call the function by its name."""
     if "test_list" not in row:
-        return {name: row[name] for name in ("prompt", "test", "entry_point")}
+        item = {name: row[name] for name in ("prompt", "test", "entry_point")}
+        for name, value in item.items():
+            if not isinstance(value, str):
+                raise ValueError(f"its {name} is no text but {value!r:.80}")
+        count_asserts(item["test"], item["entry_point"])
+        return item
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
     tests = "\n".join([setup, *row["test_list"]]).strip()
     functions = [node for node in ast.parse(row["code"]).body if isinstance(node, ast.FunctionDef)]

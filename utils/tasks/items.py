@@ -41,7 +41,8 @@ def load_items(task, initials, args, train_dataset=None, eval_dataset=None):
     least = args.rollout_buffer_size // args.num_generations
     rows = (train_dataset, eval_dataset)
     initials = initials * (args.num_agents // len(initials))  # --self-play: one reads in all seats
-    if hasattr(task, "TeamEnv") and not hasattr(task.given, "train_dataset"):
+    has_rows = hasattr(task.given, "train_dataset") or args.task and (args.dataset or train_dataset is not None)
+    if hasattr(task, "TeamEnv") and not has_rows:
         train_items, eval_items = envs.game_seeds(args, least, *rows)
     else:
         train_items, eval_items = find_items(task, args, least, *rows)
@@ -127,8 +128,8 @@ def check_prompts(rows, columns, source):
         for k, value in enumerate(values):
             if value is None or isinstance(value, float) and math.isnan(value):  # as pandas has it
                 raise UserError(f"{source} has a row without {column}, number {k} from 0: it is null")
-    if rows and "prompt" in rows[0] and not all(isinstance(row["prompt"], str) for row in rows):
-        return [row | {"prompt": as_prompt(row["prompt"])} for row in rows]
+    if rows and "prompt" in rows[0] and not all(isinstance(row.get("prompt"), str) for row in rows):
+        return [row | {"prompt": as_prompt(row["prompt"])} if "prompt" in row else row for row in rows]
     return rows
 
 
@@ -188,7 +189,10 @@ def read_splits(*place, **options):
     files = builder.config.data_files
     if isinstance(builder, Csv) and builder.config.features is None:
         first = next(iter(files.values()))[0]
-        columns = builder.config.names or pandas.read_csv(first, nrows=0, sep=builder.config.sep).columns
+        head = pandas.read_csv(first, nrows=1, sep=builder.config.sep)
+        if len(head) and not isinstance(head.index, pandas.RangeIndex):  # taken for an index
+            raise ValueError("its rows have more fields than its header")
+        columns = builder.config.names or head.columns
         text = datasets.Features({column: datasets.Value("string") for column in columns})
         options |= {"features": text, "na_filter": False}
     splits = datasets.load_dataset(*place, **options)
@@ -257,6 +261,8 @@ def fit_prompts(task, initials, args, least, train_items, eval_items):
 
     Raises UserError where fewer than `least` are left to train on.
     """
+    if args.max_prompt_length and not hasattr(task.given, "formatters"):
+        raise UserError("--max-prompt-length has no effect in a game, or an environment")
     limits = [prompt_limit(initial, args) for initial in initials]
     if args.long_prompts == "truncate" and min(limits) == UNLIMITED:
         raise UserError("--long-prompts truncate takes --max-prompt-length: the model has room for any prompt")
@@ -325,17 +331,21 @@ class Batches:
         self.rng = random.Random(args.seed)
         self.order = []  # so far: passes are drawn when they are needed, for there may be more than anybody waits for
         self.num_in_all = args.num_train_epochs * len(items)
-        self.num_updates = self.num_in_all // self.items_per_update
-        if args.max_episodes:
-            self.num_updates = min(self.num_updates, math.ceil(args.max_episodes / args.rollout_buffer_size))
+        self.most_updates = math.ceil(args.max_episodes / args.rollout_buffer_size) if args.max_episodes else math.inf
+        self.begin_at(0)
+
+    def begin_at(self, update):
+        """Let the first items be those of this update, as in a fork that takes other data."""
+        self.first = update
+        self.num_updates = min(update + self.num_in_all // self.items_per_update, self.most_updates)
 
     def __len__(self):
         return self.num_updates
 
     def __getitem__(self, update):
-        if not 0 <= update < self.num_updates:
+        if not self.first <= update < self.num_updates:
             raise IndexError(update)
-        start = update * self.items_per_update
+        start = (update - self.first) * self.items_per_update
         while len(self.order) < start + self.items_per_update:
             self.order += self.rng.sample(range(self.num_items), self.num_items)
         return [self.items[k] for k in self.order[start : start + self.items_per_update]]

@@ -140,7 +140,7 @@ def differ(size):
     ability = "a team that has to settle, without talk, who says what"
 
     def pay(deal, said):  # half for letters of the team's, half for all of them
-        own = [answer for answer in said[-1] if answer in LETTERS[:size]]
+        own = [answer for answer in said[-1] if answer in [*LETTERS[:size]]]
         return 0.5 * len(own) / size + 0.5 * (len(set(own)) == size)
 
     return Game(ability, pay, num_letters=size, num_agents=size)

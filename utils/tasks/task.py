@@ -231,7 +231,8 @@ def load_task(given, args, default):
     task = given
     if isinstance(task, str):
         task = importlib.import_module(f"utils.tasks.{task}") if task in BUILT_IN else load_file(task)
-        say_what_is_misspelt(task, name)
+        if given not in BUILT_IN:
+            say_what_is_misspelt(task, name)
     has_env = given is not default and hasattr(task, "TeamEnv")
     is_short = any(hasattr(task, form) for form, _ in SHORT_FORMS.values())
     if is_short or not has_env and getattr(task, "formatters", None) is None:
