@@ -56,7 +56,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     use_separate_critic: bool = False  # a critic is a model of its own; else a value head on the actor
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # the run ends after so many episodes, of all processes, at the latest
+    max_episodes: PositiveInt | None = None  # most episodes of the run, of all processes, rounded up to whole updates
     eval_interval: NonNegativeInt = 12  # updates between evaluations on held-out items; 0: no evaluation
 
     # Rollouts

@@ -47,7 +47,7 @@ from torch.nn.functional import pad
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import Fraction, command_line, flags, needs, not_with
+from utils.cli import Fraction, command_line, flags, needs, not_with  # needs(x): only with x; not_with(x): only without
 from utils.clock import timed
 from utils.envs.guess import guess_value, optimum  # noqa: F401  utils.run draws it beside the curve
 from utils.opponents import make_opponents
@@ -57,8 +57,6 @@ from utils.run import FolderArgs, Run
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
     """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
-
-    # needs(x): setting it is an error unless x is on; not_with(x, y): where x or y holds; & is "and"
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -74,7 +72,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # updates between copies of the actor to the reference; 0: never
     reference_update_interval: NonNegativeInt = needs("use_separate_reference_adapter", default=0)
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # the run ends after so many episodes, of all processes, at the latest
+    max_episodes: PositiveInt | None = None  # most episodes of the run, of all processes, rounded up to whole updates
     eval_interval: NonNegativeInt = 25  # updates between evaluations on held-out items; 0: no evaluation
 
     # Rollouts

@@ -283,7 +283,10 @@ def parse_flags(Args, argv, description, defaults):
         with contextlib.redirect_stderr(errors):
             # Helps are given: to look for them in sources takes a third of the time
             config = [tyro.conf.HelptextFromCommentsOff]
-            parsed = tyro.cli(nested, args=argv, description=description, config=config)
+            spec = sys.modules["__main__"].__spec__  # None: a file is run
+            program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else None
+            lines = re.sub(r"(?m)^(?=\w+'?: )", " ", description or "") or None  # "Word: ..." begins a line of the help
+            parsed = tyro.cli(nested, args=argv, prog=program, description=lines, config=config)
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
@@ -334,12 +337,13 @@ def help_groups(Args):
         if not dataclasses.is_dataclass(cls):
             continue
         first = title_of(cls)
+        about = (inspect.getdoc(cls) or "").split("\n\n")[0] or None
         for name, (title, text) in comments_of(cls).items():
             if name in hints and name not in seen:
                 seen.add(name)
                 text += f" (also {', '.join(also[name])})" if name in also else ""
                 key = re.sub(r"\W+", "_", title.lower()).strip("_") if title else first
-                _, helps = groups.setdefault(key, (inspect.getdoc(cls) if key == first else None, {}))
+                _, helps = groups.setdefault(key, (about if key == first else None, {}))
                 helps[name] = (hints[name], text)
     return groups
 

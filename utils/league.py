@@ -1,4 +1,5 @@
-"""Who beats whom: each run in each seat of a game, against each other run, and against the game's random player.
+"""Who beats whom: each run in each seat of a game, against each other run, and against the game's random player,
+where it has one.
 
     python -m utils.league RUN [RUN ...]                    200 matches of each in each seat, as a table
     python -m utils.league RUN RUN --matches 1000

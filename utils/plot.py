@@ -3,8 +3,8 @@
     python -m utils.plot --runs "IPPO:runs/ippo_*" "IAC:runs/iac_*" --output-dir plots
 
 Runs of one label and one task are its seeds. Intervals are of 95 %, by bootstrap over seeds. Written are curves.png,
-finals.png, table.md and table.csv; where all labels have two tasks or more in common, and rliable (Agarwal et al.
-2021, arXiv 2108.13264) is installed, aggregate.md and aggregate.png too.
+finals.png, table.md and table.csv; where all labels have two tasks or more in common, with two seeds or more and as
+many of each, and rliable (Agarwal et al. 2021, arXiv 2108.13264) is installed, aggregate.md and aggregate.png too.
 """
 
 import csv

@@ -3,13 +3,13 @@
     python -m utils.probe --command "python ppo_llm.py" --quick
     python -m utils.probe --command "python mine.py --gae-lambda 1" --seeds 1 2 3 --picture probes.png
 
-A game takes --episodes of an untrained model of 0.1 million parameters that knows eight letters, so that it
-says any of them from the start. utils/tasks/probe.py and utils/envs/probe.py have the games, and the exact scores of
-a player of uniformly random letters and of the best one; a game is played by those scripts that have a --task, or an
---env, that it takes. The score is the mean reward of the last tenth of updates, as sampled; of `critic`, what share of
-the reward's variance the values explain, or what is left of the policy's entropy, whichever is less (the latter where
-there is no critic). The share of the way is that from the random player to the best, or, of `critic`, from 0 to 1.
-From 90 % on it counts as learned.
+A game takes --episodes of an untrained model of 0.1 million parameters that knows eight letters, so that it says any of
+them from the start. utils/tasks/probe.py and utils/envs/probe.py have the games, and the exact scores of a player of
+uniformly random letters and of the best one; a script is to have --task, and with --env it plays `truncation` too. The
+score is the mean reward of the last tenth of updates, as sampled; of `truncation`, what such answers are worth with
+what was cut counted; of `critic`, what share of the reward's variance the values explain, or what is left of the
+policy's entropy, whichever is less (the latter where there is no critic). The share of the way is that from the random
+player to the best, or, of `critic`, from 0 to 1. From 90 % on it counts as learned.
 """
 
 import contextlib

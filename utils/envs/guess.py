@@ -1,6 +1,6 @@
 """Guess a secret number from 1 to 16 in at most six turns, with "higher" or "lower" after each.
 
-The default environment of ppo_llm.py: python ppo_llm.py --env guess
+The default game of ppo_llm.py, for any script: python ippo_llm.py --env guess --num-agents 1 --num-turns 6
 """
 
 import functools

@@ -4,7 +4,7 @@ A library's games become such an environment by a subclass of Game. Its begin(se
 
     seat: whose move it is; None: the match is over
     text(seat) -> what that seat reads
-    move(answer) -> whether the answer of the seat whose move it is was legal; it moves in any case
+    move(answer) -> whether the answer of the seat whose move it is was legal; the game says what follows if not
     returns() -> what each seat has earned so far
 
 and, if the library knows it, answers() -> texts that whoever is to move may say.

@@ -23,7 +23,7 @@ PACKAGES = "torch transformers peft datasets tokenizers safetensors numpy pydant
 class FolderArgs:
     """The run's folder, what is kept in it, and where else it is logged."""
 
-    output_dir: str | None = None  # folder of the run; none: runs/<script>__<task>__<seed>__<time>
+    output_dir: str | None = None  # folder of the run; none: runs/<script>[__<task>]__<seed>__<time>
     overwrite: bool = False  # replace the run that is already in --output-dir
     # updates between checkpoints, in <run>/checkpoints; none: such that they take 2 % of the time; 0: only at the end
     save_interval: NonNegativeInt | None = None
