@@ -265,6 +265,31 @@ def test_an_environment_of_a_task_takes_rows_and_is_not_made_for_none(tmp_path, 
     assert sizes == [4, 4] and math.isnan(run.rows[0]["eval/reward_mean"] or math.nan)
 
 
+@pytest.mark.parametrize(
+    "failed, message",
+    [
+        ([False] * 4, "is of booleans; it takes a set"),
+        ({9}, "returned failed of 9; it takes one of 4"),
+        (None, "failed"),
+    ],
+)
+def test_what_failed_is_checked_too(tmp_path, small, failed, message):
+    module = SimpleNamespace(TeamEnv=type("Broken", (Players,), {"failed": failed}))
+    args = ippo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=message):
+        ippo_llm.main(args, task=module, **small)
+
+
+def test_a_game_may_be_over_and_cut_at_once(tmp_path, small):
+    class Both(Game):
+        def step(self, answer):
+            return "over", 1.0, True, True, {}
+
+    args = ppo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"), lora_rank=2, num_train_epochs=1)
+    _, run = ppo_llm.main(args, task=Both, **small)
+    assert [row["turns"] for row in run.rows] == [1, 1] and run.rows[0]["reward_mean"] == 1
+
+
 def test_the_length_of_prompts_is_no_matter_of_games(tmp_path, small):
     args = ppo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"), lora_rank=2, max_prompt_length=9)
     with pytest.raises(UserError, match="^--max-prompt-length has no effect in a game"):

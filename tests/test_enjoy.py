@@ -106,6 +106,17 @@ def test_the_likeliest_texts_are_those_of_the_saved_and_of_the_untouched_model(r
     assert texts(cold, "trained") == texts(samples, "trained")
 
 
+def test_it_is_said_that_a_task_of_python_is_not_here(run, tmp_path, capsys):
+    enjoy.show(run, items=1)
+    assert "from Python" not in capsys.readouterr().out
+    copied = Path(shutil.copytree(run, tmp_path / "copied"))
+    set_flags(copied, task=None, env=None)
+    set_config(copied, task="the task mine")
+    enjoy.show(copied, items=1)
+    said = "was made from Python with the task mine, which is not here: this shows the task in ippo_llm.py\n"
+    assert said in capsys.readouterr().out
+
+
 MATCHES = {  # script, flags
     "on adapters": (ppo_llm, {"task": "number", "num_agents": 2, "max_new_tokens": 4, "lora_rank": 4}),
     "little room": (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import iac_llm
 import ippo_llm
@@ -14,6 +15,7 @@ import ppo_llm
 from utils.cli import UserError
 from utils.files import remove
 from utils.load import load
+from utils.models.loading import locate
 from utils.models.weights import optimizers_of
 
 SMALL = {"train_size": 4, "rollout_buffer_size": 4, "mini_batch_size": 4, "num_train_epochs": 1, "eval_interval": 0}
@@ -105,3 +107,17 @@ def test_a_folder_that_is_no_whole_run_is_one_line(case, run):
     change(run)
     with pytest.raises(UserError, match=message):
         load(run, ippo_llm)
+
+
+def test_agents_of_two_architectures_start_from_a_checkpoint_of_such(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(locate("utils/tiny_lm"))
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 512, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    models = {"model": ("utils/tiny_lm", str(tmp_path / "gpt2")), "lora_rank": 2}
+    first = train(tmp_path / "first", **models)
+    again = train(tmp_path / "again", **models, load_checkpoint=str(tmp_path / "first"), actor_learning_rate=0.0)
+    for one, other in zip(first, again):
+        assert all(torch.equal(x, y) for x, y in zip(one.actor.parameters(), other.actor.parameters(), strict=True))
+    with pytest.raises(UserError, match="^--save-base takes agents of one --model$"):
+        train(tmp_path / "base", **models, save_base=True)

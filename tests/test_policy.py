@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from teams import IDS, logits_of, make_args, make_team, shake
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel
 
 import ippo_llm
+import maac_llm
 from benchmark import architectures
 from utils import models
 from utils.cli import UserError, parse
+from utils.models import causal_lm, loading
 
 ONES = torch.ones_like(IDS)
 
@@ -320,3 +323,25 @@ def test_flags_of_adapters_have_no_effect_without_them(flag):
     value = {"load_checkpoint": "x", "lora_target_modules": ("q_proj",), "save_base": True}[flag]
     with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} has no effect without --lora-rank"):
         load(**{flag: value})
+
+
+def test_a_value_head_is_as_wide_as_the_states_that_it_reads():
+    for width, sizes in ((6, {"hidden_size": 6}), (4, {"hidden_size": 6, "word_embed_proj_dim": 4})):  # the latter: OPT
+        config = SimpleNamespace(**sizes)
+        config.get_text_config = lambda config=config: config
+        policy = SimpleNamespace(config=config, device="cpu")
+        assert loading.ValueHead(policy, ippo_llm.Args())(torch.ones(3, width)).shape == (3,)
+
+
+def test_the_critics_tokenizer_is_read_where_its_model_is(tmp_path, tokenizer, monkeypatch):
+    (critic,) = critic_of(tmp_path / "critic" / "sub")
+    tokenizer.save_pretrained(critic)
+    args = maac_llm.Args(critic_model_config={"subfolder": "sub"})
+    assert loading.load_critic_tokenizer(None, str(tmp_path / "critic"), args).get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(UserError, match="^--model-config subfolder takes a text, got 1$"):
+        load(model=(str(tmp_path / "critic"),), model_config={"subfolder": 1})
+
+
+def test_a_model_without_gradient_checkpointing_is_one_line():
+    with pytest.raises(UserError, match="^--gradient-checkpointing: SimpleNamespace does not support it$"):
+        causal_lm.checkpoint_gradients(SimpleNamespace(supports_gradient_checkpointing=False))

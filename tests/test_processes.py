@@ -295,6 +295,8 @@ def test_one_process_has_nobody_to_share_with(environment):
     "values, message",
     [
         ({"SLURM_STEP_NUM_TASKS": "2"}, "srun starts 2 processes .* torchrun"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "PMI_RANK": "1", "PMI_SIZE": "2"}, "srun starts 2 processes .* torchrun"),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "29500"}, "^WORLD_SIZE is set, and RANK, MASTER_ADDR not: start with tor"),
         (
             {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"},
             "^accelerate launch starts one process of several here: add --multi_gpu",

@@ -32,7 +32,7 @@ class NotFinite(UserError):
     exit_code = 1
 
 
-def start(args):
+def start(args, trains=True):
     """Start the group of several processes, and check the flags. Raises UserError.
 
     RANK, LOCAL_RANK and WORLD_SIZE come from torchrun, accelerate launch or MPI. Refused are flags that do not go
@@ -42,11 +42,15 @@ def start(args):
         take_over_mpi()
         refuse_other_launchers()
     here = device()
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(f"WORLD_SIZE is set, and {', '.join(missing)} not: start with torchrun, or unset it")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if here.type == "cuda" else "gloo")
         atexit.register(stop)
-    check_restarts(args)
-    check_flags(args)
+    if trains:
+        check_restarts(args)
+        check_flags(args)
 
 
 def stop():
@@ -58,7 +62,7 @@ def stop():
 def take_over_mpi():
     """Set the variables of torchrun from those of MPI, where there are any."""
     for rank_name, local_rank_name, size_name in MPI:
-        if size_name in os.environ:
+        if size_name in os.environ and local_rank_name in os.environ:
             os.environ["RANK"] = os.environ.get(rank_name, "0")
             os.environ["LOCAL_RANK"] = os.environ.get(local_rank_name, "0")
             os.environ["WORLD_SIZE"] = os.environ[size_name]

@@ -44,7 +44,7 @@ def begin(folder, script, model=None, tokenizer=None, num_updates=1, **flags):
         saved = {name: value for name, value in saved.items() if name not in SHORT_FORM}
     saved = {name: value for name, value in saved.items() if name not in NOT_TAKEN}
     args = script.Args(**(saved | flags))
-    distributed.start(args)
+    distributed.start(args, trains=False)
     initials = models.load(args, model, tokenizer)
     for i, initial in enumerate(initials):
         initial.has_own_reference = (checkpoint / f"agent_{i}" / "reference").is_dir()

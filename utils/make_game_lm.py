@@ -101,6 +101,8 @@ def main(args):
         raise UserError(f"the second argument is a folder to write, empty or not there yet, got {args.out!r}")
     game = importlib.import_module(f"utils.envs.{library}").make_game(name, args.env)
     tokenizer = load_tokenizer(args.model or TINY, "--model")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"--model {args.model}: its tokenizer has no eos_token, which ends an answer")
     if args.model:
         model = load_model(args.model, "--model").requires_grad_(True)
     else:

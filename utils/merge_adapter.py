@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from utils.cli import Settings, UserError, command_line, flags
 from utils.files import read_json, writing
 from utils.models.adapters import WEIGHTS, add, check_base, load_adapter, wrap
-from utils.models.loading import load_model
+from utils.models.loading import load_model, read_tokenizer
 from utils.models.lora import CONFIG, read_config
 from utils.models.transcripts import mend_end_tokens
 from utils.models.weights import BASE
@@ -60,7 +60,9 @@ def main(args):
     base = load_model(str(name), "--model", args.dtype, **options)
     check_base(agent, base, name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(agent)
+        # One with code of its own is not read back from where it was saved
+        read = (str(name), "--model", True, args.model_config)
+        tokenizer = read_tokenizer(*read) if args.trust_remote_code else AutoTokenizer.from_pretrained(agent)
     except Exception as error:
         raise UserError(f"{agent} has no tokenizer that can be loaded: {error}") from error
     mend_end_tokens(base, tokenizer, name)

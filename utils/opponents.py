@@ -82,6 +82,8 @@ class RunOpponents(Opponents):
         if game != own_game:
             raise UserError(f"--opponent-run {args.opponent_run} is a run of {game}, and this is one of {own_game}")
         self.players = side.seats
+        for player in dict.fromkeys(self.players):  # they sample as many tokens as the learner does
+            player.longest_prompt += side.args.max_new_tokens - args.max_new_tokens
 
     def seats(self, update):
         return self.with_agent([*self.players], update)

@@ -43,13 +43,14 @@ def play_seat(run, seat, matches=4, seed=1, do_sample=True, temperature=None, sc
     args.temperature = temperature or args.temperature
     task = tasks.load_task(None, args, default=module)
     train, held_out = tasks.load_items(task, initials, args)
-    items = held_out or train
+    rows = held_out or train
+    items = [rows[k] for k in range(min(matches, len(rows)))]
     generator = distributed.generator(seed)
     players = [AgentPlayer(agent, args, module, generator) for agent in seats_of(agents, args.num_agents)]
     players[seat] = Person()
     played = []
-    for k, item in enumerate(items[:matches], 1):
-        print(f"\n--- match {k} of {min(matches, len(items))}, you are seat {seat} ---")
+    for k, item in enumerate(items, 1):
+        print(f"\n--- match {k} of {len(items)}, you are seat {seat} ---")
         env = getattr(task, "TeamEnv", module.TeamEnv)(task, [item], args)
         try:
             played += play_matches(players, env, 1)

@@ -215,7 +215,7 @@ class Games:
                 rewards[b] = reward
                 if is_cut and not is_over:
                     truncated.add(b)
-                if is_cut or not is_over and self.turn < self.num_turns:
+                if not is_over and (is_cut or self.turn < self.num_turns):
                     observations[b] = as_chat(observation)
                 if is_over or is_cut or self.turn == self.num_turns:
                     close(self.environments.pop(b))
@@ -275,7 +275,12 @@ def guarded(TeamEnv, label):
 
         @property
         def failed(self):
-            return getattr(self.env, "failed", ())
+            with self.guard("failed"):
+                failed = [*getattr(self.env, "failed", ())]
+            if any(isinstance(b, bool) for b in failed):
+                raise TaskError(f"failed of {label} is of booleans; it takes a set of episodes")
+            self.check_episodes(failed, "failed", "failed")
+            return failed
 
         def reset(self):
             if self.env is None:

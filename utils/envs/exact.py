@@ -84,6 +84,8 @@ def find_places(game, seats, args, most=MOST_STATES):
         else:
             chat = [{"role": "user", "content": text_of(state, seat)}]
             context = before + models.encode(chat, before, agent)
+            if len(context) > agent.longest_prompt:
+                raise UserError(f"{game}: what a seat reads leaves no room for an answer (--max-model-len)")
             actions = state.legal_actions()
             place = places[name] = Place(seat, actions, context, answers_of(len(actions), agent, args))
         for action, answer in zip(place.actions, place.answers):
@@ -95,12 +97,16 @@ def find_places(game, seats, args, most=MOST_STATES):
 
 def answers_of(num_actions, agent, args):
     """The ids of the numbers 1, 2 ..., each with the token that ends an answer, unless --max-new-tokens does."""
+    ends = agent.end_ids.tolist()
+    if not ends:
+        raise UserError("the model has no end token, and so no exact score")
+    end = agent.tokenizer.eos_token_id if agent.tokenizer.eos_token_id in ends else ends[0]
     answers = []
     for k in range(1, num_actions + 1):
         ids = agent.tokenizer(str(k), add_special_tokens=False).input_ids
         if len(ids) > args.max_new_tokens:
             raise UserError(f"--max-new-tokens {args.max_new_tokens} is too few to answer {k}, which has {len(ids)}")
-        answers.append([*ids, int(agent.end_ids[0])][: args.max_new_tokens])
+        answers.append([*ids, end][: args.max_new_tokens])
     return answers
 
 

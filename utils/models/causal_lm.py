@@ -215,6 +215,8 @@ def checkpoint_gradients(model, **options):
 
     That is what transformers asks. Within its call a layer is in eval mode, for some have dropout of their own.
     """
+    if not model.supports_gradient_checkpointing:
+        raise UserError(f"--gradient-checkpointing: {type(model).__name__} does not support it")
     model.gradient_checkpointing_enable({"use_reentrant": False, **options})
     for module in model.modules():
         if is_checkpointed(module):

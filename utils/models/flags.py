@@ -113,7 +113,7 @@ class CriticArgs(CriticModelArgs):
 class SamplingArgs:
     """Sampling, and vLLM."""
 
-    min_p: Fraction = 0.0  # sample from tokens at least this share as likely as the best
+    min_p: Fraction = needs("do_sample", default=0.0)  # sample from tokens at least this share as likely as the best
     repetition_penalty: PositiveFloat = 1.0  # above 1: what stands in the transcript is less likely to come again
     min_output_tokens: NonNegativeInt = 0  # an answer may not end before so many
     skip_special_tokens: bool = True  # answers as text go without special tokens; off: without the end token alone

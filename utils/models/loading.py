@@ -71,6 +71,8 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
     if name == UNNAMED:
         raise UserError(f"{flag}: the run's model was loaded in Python, and has no name: it is to be given (model=)")
     settings = settings or {}
+    if not isinstance(settings.get("subfolder", ""), str):
+        raise UserError(f"{settings_flag} subfolder takes a text, got {settings['subfolder']!r}")
     name = locate(name)
     file = gguf.find(name, flag)
     if file is not None:
@@ -414,7 +416,7 @@ def check_critics(initials, args):
             raise UserError(f"{flag} {name} has {room} positions, fewer than the actor reads: it takes {takes}")
         differing = []
         with contextlib.suppress(Exception):  # it has none
-            words = read_tokenizer(name, flag, args.trust_remote_code).get_vocab()
+            words = read_tokenizer(name, flag, args.trust_remote_code, args.critic_model_config).get_vocab()
             differing = [word for word, k in tokenizer.get_vocab().items() if words.get(word) != k]
         if differing:
             of = f"{len(differing)} of the actor's {len(tokenizer)} tokens, such as {one_line(differing[0], 20)!r}"
@@ -424,7 +426,8 @@ def check_critics(initials, args):
 def load_critic_tokenizer(tokenizer, name, args):
     """What a critic of that name reads with: its own, or, where it has none, the agent's `tokenizer`."""
     try:
-        return load_tokenizer(name, flag_name("critic_model_name_or_path"), args.trust_remote_code)
+        flag = flag_name("critic_model_name_or_path")
+        return load_tokenizer(name, flag, args.trust_remote_code, args.critic_model_config)
     except UserError:
         return tokenizer
 
@@ -436,7 +439,8 @@ class ValueHead(nn.Sequential):
     """
 
     def __init__(self, policy, args):
-        width = policy.config.get_text_config().hidden_size
+        config = policy.config.get_text_config()
+        width = getattr(config, "word_embed_proj_dim", config.hidden_size)  # OPT's states may be of another width
         hidden_dim = args.critic_value_head_hidden_dim or getattr(args, "value_head_hidden_dim", None)
         layers = []
         if hidden_dim:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModel, get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 from utils import distributed
-from utils.cli import flag_name
+from utils.cli import UserError, flag_name
 from utils.distributed import say
 from utils.models import adapters, causal_lm, engine, loading, lora, sharding, stages
 from utils.models.transcripts import UNLIMITED, end_tokens, mend_end_tokens, say_what_differs
@@ -194,6 +194,7 @@ class Source:
         self.tokenizer = tokenizer
         self.args = args
         self.given = model
+        self.agents = []  # numbers of those that start from it
         self.loaded = None
 
     @property
@@ -206,7 +207,7 @@ class Source:
                 say(f"{self.name}: forward passes are in bfloat16; {exact}")
             adapter = None
             if lora.is_wanted(self.args):
-                model = adapters.wrap(model, stages.build_config(model, self.args), self.args)
+                model = adapters.wrap(model, stages.build_config(model, self.args, self.agents), self.args)
                 adapter = ""
             compile_model(model if adapter is None else model.get_base_model(), self.args)
             self.loaded = self.policy_of(model, adapter)
@@ -272,7 +273,10 @@ def load(args, model=None, tokenizer=None):
     for i, name in enumerate(names):
         if name not in sources:
             sources[name] = Source(name, configs[i], tokenizers[i], args, model)
+        sources[name].agents.append(i)
         initials.append(Initial(sources[name], i, args))
+    if getattr(args, "save_base", False) and len(sources) > 1:
+        raise UserError("--save-base takes agents of one --model")
     for initial in initials:
         loading.check_initial(initial, args)
     if args.num_turns > 1:

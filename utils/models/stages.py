@@ -120,15 +120,17 @@ def warn_of_other_base(path, base_name):
         warnings.warn(f"{path} is of the base {one_line(there, 80)} by its name, not of {base_name}", stacklevel=2)
 
 
-def compare_configs(model, config, args):
+def compare_configs(model, config, args, agents):
     """`config` merged with the LoRA configurations of --load-checkpoint, and how these differ, by field, in words.
 
-    `model` is the base, without adapters. Raises UserError where they differ, unless --merge-lora-configs.
+    `model` is the base of these `agents`, numbers, without adapters. Raises UserError where they differ, unless
+    --merge-lora-configs.
     """
     folder = args.load_checkpoint
     merged = copy.deepcopy(config)
     differences = {}
-    for path in dict.fromkeys(check_checkpoint(args)):
+    paths = check_checkpoint(args)
+    for path in dict.fromkeys(paths[i] for i in agents):
         for role in saved_roles(path, args):
             saved_folder = adapter_folder(path, role)
             saved = resolve_modules(model, read_config(saved_folder), saved_folder / CONFIG)
@@ -144,20 +146,20 @@ def compare_configs(model, config, args):
     return merged if differences else config, text
 
 
-def build_config(model, args):
-    """A peft.LoraConfig from the flags, merged with that of --load-checkpoint; warns where they differ.
+def build_config(model, args, agents):
+    """A peft.LoraConfig for these `agents` from the flags, merged with --load-checkpoint's; warns where they differ.
 
     Raises UserError for flags that the model can't follow, and where the two differ without --merge-lora-configs.
     """
     if args.load_checkpoint and own_checkpoint(args):
-        config = read_config(own_checkpoint(args) / "agent_0" / "actor")
+        config = read_config(own_checkpoint(args) / f"agent_{agents[0]}" / "actor")
         config.base_model_name_or_path = None
         config.inference_mode = False
         return config
     config = lora_config(model, args)
     if args.load_checkpoint:
         folder = args.load_checkpoint
-        config, differences = compare_configs(model, config, args)
+        config, differences = compare_configs(model, config, args, agents)
         if differences:
             merged = f"r {config.r}, target_modules {in_words(config.target_modules)}"
             if config.modules_to_save:

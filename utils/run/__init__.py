@@ -162,7 +162,7 @@ class Run:
         empty(self.folder, keep=["config.json"] if self.args.resume else [])
 
     def write_config(self):
-        return write_config(self.folder, self.args, self.script, self.num_updates, self.fork)
+        return write_config(self.folder, self.args, self.script, self.num_updates, self.fork, self.task.name)
 
     def restore(self):
         """Take up the newest whole checkpoint; a run that has done nothing yet begins anew. Raises UserError."""

@@ -149,12 +149,13 @@ def empty(folder, keep=()):
 # --- What made the run ------------------------------------------------------------------------------------------------
 
 
-def write_config(folder, args, script, num_updates, fork):
+def write_config(folder, args, script, num_updates, fork, task):
     """Write config.json; what it says."""
     config = {
         "command": sys.argv,
         "script": str(Path(script).resolve()),
         "args": dataclasses.asdict(args),
+        "task": task,
         "num_updates": num_updates,
         "fork": fork,
         "versions": versions(),
