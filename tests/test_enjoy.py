@@ -106,6 +106,12 @@ def test_the_likeliest_texts_are_those_of_the_saved_and_of_the_untouched_model(r
     assert texts(cold, "trained") == texts(samples, "trained")
 
 
+def test_rows_are_shown_where_nothing_is_held_out(run, monkeypatch):
+    monkeypatch.delattr(ippo_llm, "eval_dataset")
+    samples = enjoy.show(run, items=2)
+    assert [sample["item"] for sample in samples] == [*ippo_llm.train_dataset(8, 1)][:2]
+
+
 def test_it_is_said_that_a_task_of_python_is_not_here(run, tmp_path, capsys):
     enjoy.show(run, items=1)
     assert "from Python" not in capsys.readouterr().out

@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from utils.cli import UserError
 from utils.files import checkpoints
 from utils.load import load
 from utils.models.weights import opponents_of
-from utils.opponents import Opponents
+from utils.opponents import Opponents, RunOpponents
 from utils.run.log import joint_samples
 from utils.same import compare, timeless
 
@@ -218,6 +219,14 @@ def test_the_agents_of_a_run_of_another_model_have_the_other_seat_and_do_not_cha
     train(tmp_path / "paused", **against(tmp_path / "other", pause_at=3))
     train(resume=str(tmp_path / "paused"), **against(tmp_path / "other"))
     assert all(compare(tmp_path / "paused", tmp_path / "run").values())
+
+
+def test_an_opponent_leaves_room_for_answers_as_long_as_the_learners(tmp_path):
+    train(tmp_path / "other", pause_at=1)
+    args = ppo_llm.Args(**FLAGS | against(tmp_path / "other", max_new_tokens=7))
+    agent = SimpleNamespace(longest_prompt=1)
+    for player in RunOpponents(agent, args).players:
+        assert player.longest_prompt == player.actor.room - 7
 
 
 def test_samples_are_read_as_each_seat_reads(tmp_path, monkeypatch):
