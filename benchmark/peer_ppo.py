@@ -175,7 +175,7 @@ class TRL(Peer):
         self.rows = [(torch.cat(row), torch.arange(sum(map(len, row))) >= len(row[0])) for row in rows]
         return torch.tensor(self.rewards)
 
-    def log(self, *_):
+    def log(self, *_, **__):
         """Called after each update."""
         self.write_row(self.rewards, self.rows, "learn")
 

@@ -198,7 +198,7 @@ class Recorder:
     def is_due(self, *_):
         return False
 
-    def log(self, items, rollouts, *_):
+    def log(self, items, rollouts, *_, **__):
         self.rollouts.append(rollouts)
 
     def record(self, optimizer, max_norm):

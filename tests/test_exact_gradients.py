@@ -334,7 +334,7 @@ class Team:
     def is_due(self, *_):
         return False
 
-    def log(self, *_):
+    def log(self, *_, **__):
         """It writes nothing."""
 
     def record(self, optimizer, max_norm):
