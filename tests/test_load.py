@@ -119,5 +119,7 @@ def test_agents_of_two_architectures_start_from_a_checkpoint_of_such(tmp_path):
     again = train(tmp_path / "again", **models, load_checkpoint=str(tmp_path / "first"), actor_learning_rate=0.0)
     for one, other in zip(first, again):
         assert all(torch.equal(x, y) for x, y in zip(one.actor.parameters(), other.actor.parameters(), strict=True))
+    with pytest.raises(UserError, match="^--no-calc-position-embeddings takes .* rotary positions, not a gpt2$"):
+        train(tmp_path / "positions", **models, calc_position_embeddings=False)
     with pytest.raises(UserError, match="^--save-base takes agents of one --model$"):
         train(tmp_path / "base", **models, save_base=True)

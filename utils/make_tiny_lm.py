@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from utils.cli import command_line, flags
-from utils.files import writing
+from utils.files import disk_errors, writing
 from utils.tasks.made_text import games, posts, programs
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
@@ -176,8 +176,9 @@ def main(args):
         if step % 100 == 0 or step == args.steps - 1:
             print(f"step {step}  loss {loss.item():.3f}  {time.time() - start:.0f} s", flush=True)
 
-    model.half().save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
+    with writing(args.out), disk_errors():
+        model.half().save_pretrained(args.out)
+        tokenizer.save_pretrained(args.out)
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32)
     loss = held_out_loss(model, AutoTokenizer.from_pretrained(args.out))
     print(f"held-out loss {loss:.3f} nats a token, {time.time() - start:.0f} s, {args.out}")

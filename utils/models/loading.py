@@ -351,8 +351,15 @@ def load_frozen(name, args, device, model=None):
 
 
 def check_initial(initial, args):
-    """Raise UserError where a model does not know its tokenizer's padding, or has no room for an answer."""
-    size = getattr(initial.config.get_text_config(), "vocab_size", None)
+    """Raise UserError where a model does not know its tokenizer's padding, or has no room for an answer.
+
+    And where positions are to be counted otherwise than it can.
+    """
+    config = initial.config.get_text_config()
+    is_rotary = any(hasattr(config, name) for name in ("rope_parameters", "rotary_dim"))
+    if not (args.calc_position_embeddings or is_rotary):
+        raise UserError(f"--no-calc-position-embeddings takes a model with rotary positions, not a {config.model_type}")
+    size = getattr(config, "vocab_size", None)
     tokenizer = initial.tokenizer
     if size and tokenizer.pad_token_id >= size:
         pad = f"the tokenizer's padding token, {tokenizer.pad_token}, is number {tokenizer.pad_token_id}"
@@ -361,7 +368,7 @@ def check_initial(initial, args):
     prompt = args.max_prompt_length or 1
     if initial.longest_prompt < prompt:
         room = initial.longest_prompt + args.max_new_tokens
-        own = getattr(initial.config.get_text_config(), "max_position_embeddings", None)
+        own = getattr(config, "max_position_embeddings", None)
         where = f"{flag_name('max_model_len')} {room}" if args.max_model_len == room != own else None
         sizes = f"{flag_name('max_new_tokens')} {args.max_new_tokens} after a prompt of {prompt}"
         raise UserError(f"{sizes} exceeds {where or f'the positions of the model, {room}'}")
