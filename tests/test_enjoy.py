@@ -119,8 +119,8 @@ def test_it_is_said_that_a_task_of_python_is_not_here(run, tmp_path, capsys):
     set_flags(copied, task=None, env=None)
     set_config(copied, task="the task mine")
     enjoy.show(copied, items=1)
-    said = "was made from Python with the task mine, which is not here: this shows the task in ippo_llm.py\n"
-    assert said in capsys.readouterr().out
+    line = "was made from Python with the task mine, which is not here: this shows the task in ippo_llm.py\n"
+    assert line in capsys.readouterr().out
 
 
 MATCHES = {  # script, flags

@@ -333,7 +333,7 @@ def test_a_value_head_is_as_wide_as_the_states_that_it_reads():
         assert loading.ValueHead(policy, ippo_llm.Args())(torch.ones(3, width)).shape == (3,)
 
 
-def test_the_critics_tokenizer_is_read_where_its_model_is(tmp_path, tokenizer, monkeypatch):
+def test_the_critics_tokenizer_is_read_where_its_model_is(tmp_path, tokenizer):
     (critic,) = critic_of(tmp_path / "critic" / "sub")
     tokenizer.save_pretrained(critic)
     args = maac_llm.Args(critic_model_config={"subfolder": "sub"})

@@ -95,17 +95,21 @@ def words_of(command, taken=()):
     return words, script
 
 
+def with_python(words, python):
+    """The words of a command as a list, with `python`, a path, in the place of a first word such as python3."""
+    return [python if re.fullmatch(r"python[\d.]*", words[0]) else words[0], *words[1:]]
+
+
 def known_flags(words, more=()):
     """What a command's --help names: {flag: INT, FLOAT ..., or nothing}. Raises UserError.
 
     Those that the command has, and `more`, have to be there.
     """
-    program = sys.executable if re.fullmatch(r"python[\d.]*", words[0]) else words[0]
-    argv = [program, *words[1:], "--help"]
+    argv = [*with_python(words, sys.executable), "--help"]
     try:
         process = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     except OSError as error:
-        raise UserError(f"--command: {program} can't be run: {error.strerror}") from error
+        raise UserError(f"--command: {argv[0]} can't be run: {error.strerror}") from error
     if process.returncode != 0:
         error = (process.stderr.strip() or "it says nothing").splitlines()[-1]
         raise UserError(f"--command: {shlex.join(words)} --help fails: {error}")
@@ -214,9 +218,8 @@ def start(job, output_dir, threads):
     """Begin a run, or go on with it where some of it is there."""
     folder = output_dir / job.name
     begun = (folder / "config.json").is_file()
-    program = job.python if re.fullmatch(r"python[\d.]*", job.argv[0]) else job.argv[0]
     where = ["--resume", str(folder)] if begun and job.resumable else ["--output-dir", str(folder)]
-    argv = [program, *job.argv[1:], *where, *(["--overwrite"] if begun and not job.resumable else [])]
+    argv = [*with_python(job.argv, job.python), *where, *(["--overwrite"] if begun and not job.resumable else [])]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if len(gpus) > 1:
@@ -233,7 +236,7 @@ def start(job, output_dir, threads):
         try:  # in a session of its own, so that Ctrl-C comes from here, once
             job.process = subprocess.Popen(argv, **says, start_new_session=True)
         except OSError as error:
-            raise UserError(f"{program} can't be run: {error.strerror}") from error
+            raise UserError(f"{argv[0]} can't be run: {error.strerror}") from error
 
 
 def last_line(path):

@@ -37,9 +37,9 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None, sc
     check_code(run, config["args"], flags)
     agents, args, checkpoint, initials = begin(run, module, **flags)
     task = tasks.load_task(None, args, default=module)
-    there = config.get("task", task.name)
-    if there != task.name and not (args.task or args.env):
-        distributed.say(f"{run} was made from Python with {there}, which is not here: this shows {task.name}")
+    name = config.get("task", task.name)
+    if name != task.name and not (args.task or args.env):
+        distributed.say(f"{run} was made from Python with {name}, which is not here: this shows {task.name}")
     if prompt is None:
         train, held_out = tasks.load_items(task, initials, args)
         rows = held_out or train

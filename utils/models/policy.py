@@ -357,8 +357,8 @@ def lr_schedule(optimizer, num_updates, args):
     Where a script has --cosine-lr-schedule, along a cosine in its place, after --warmup-proportion of the updates.
     """
     if not hasattr(args, "cosine_lr_schedule"):
-        lowered = lambda update: min(1.0, max(0.0, 2.0 * (1.0 - update / num_updates)))  # noqa: E731
-        return LambdaLR(optimizer, lowered if args.anneal_lr else lambda update: 1.0)
+        factor = lambda update: min(1.0, max(0.0, 2.0 * (1.0 - update / num_updates)))  # noqa: E731
+        return LambdaLR(optimizer, factor if args.anneal_lr else lambda update: 1.0)
     num_warmup = round(args.warmup_proportion * num_updates)
     if args.cosine_lr_schedule:
         return get_cosine_schedule_with_warmup(optimizer, num_warmup, num_updates)

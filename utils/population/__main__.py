@@ -217,8 +217,8 @@ def main(args):
     ranges = ranges_of(args.mutate, known)
     words_of(args.command, [flag_name(name) for name in ranges])
     words += ["--seed", str(args.seed)]
-    given = {word.split("=")[0].replace("_", "-") for word in words}
-    if "--eval-interval" in known and not given & {"--eval-interval", "--evaluation-interval"}:
+    names = {word.split("=")[0].replace("_", "-") for word in words}
+    if "--eval-interval" in known and not names & {"--eval-interval", "--evaluation-interval"}:
         words += ["--eval-interval", str(args.generation)]
     try:
         from utils.population import breeding

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import ray
 from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining
 
-from utils.benchmark import Failed, last_line
+from utils.benchmark import Failed, last_line, with_python
 from utils.cli import UserError, flag_name, one_line
 from utils.files import read_json
 
@@ -114,9 +113,7 @@ def run_script(plan, folder, fork, values, end):
     elif fork:
         where += ["--fork", str(fork)]
     own = [word for name, value in values.items() for word in (flag_name(name), repr(value))]
-    first = plan["words"][0]
-    program = plan["python"] if re.fullmatch(r"python[\d.]*", first) else first
-    argv = [program, *plan["words"][1:], *own, "--pause-at", str(end), *where]
+    argv = [*with_python(plan["words"], plan["python"]), *own, "--pause-at", str(end), *where]
     folder.parent.mkdir(parents=True, exist_ok=True)
     stopped = False
     with open(f"{folder}.log", "a") as log:

@@ -52,9 +52,8 @@ class TaskArgs:
     task: str | None = None  # arxiv, build, code, number, probe, reasoning, tldr or your FILE.py; none: the default
     env: str | None = None  # a game in place of a task: grid, guess, probe, LIBRARY:GAME, FILE.py or MODULE:CALLABLE
     dataset: str | None = None  # data in place of the task's own: a hub dataset's NAME or NAME:CONFIG, a folder, a file
-    train_size: PositiveInt | None = (
-        None  # items to train on; none: all of --dataset, 1536 of a task's own, or 4800 games
-    )
+    # items to train on; none: all of --dataset, 1536 of a task's own, or 4800 games
+    train_size: PositiveInt | None = None
     eval_size: PositiveInt = 64  # held-out items
     max_prompt_length: PositiveInt | None = None  # most tokens of a prompt; none: all that the model has room for
     long_prompts: Literal["drop", "truncate"] = "drop"  # leave items with longer ones out, or cut them on the left
