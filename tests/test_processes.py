@@ -320,7 +320,11 @@ def test_the_processes_of_mpi_are_found(environment, monkeypatch, launcher):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that they are put back
         monkeypatch.delenv(name)
-    environment(**dict(zip(launcher, ("3", "1", "4"))))
+    environment(**dict(zip(launcher, ("3", "4", "1", "2"))))
+    with pytest.raises(UserError, match="MPI starts processes on several machines: set MASTER_ADDR to the one of rank"):
+        distributed.take_over_mpi()
+    assert "RANK" not in os.environ
+    environment(MASTER_ADDR="10.0.0.1")
     distributed.take_over_mpi()
     assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["3", "1", "4"]
 

@@ -12,11 +12,11 @@ from tqdm import tqdm
 
 from utils.cli import UserError, check_needs, one_line, printable
 
-# Under which names MPI's launchers announce a process: its rank, its rank on this machine, the number of processes
+# Under which names MPI's launchers announce a process: its rank, and the number of processes; both on this machine
 MPI = [
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
 ]
 
 
@@ -60,9 +60,12 @@ def stop():
 
 
 def take_over_mpi():
-    """Set the variables of torchrun from those of MPI, where there are any."""
-    for rank_name, local_rank_name, size_name in MPI:
+    """Set the variables of torchrun from those of MPI, where there are any. Raises UserError."""
+    for rank_name, size_name, local_rank_name, local_size_name in MPI:
         if size_name in os.environ and local_rank_name in os.environ:
+            one_machine = os.environ.get(local_size_name, os.environ[size_name]) == os.environ[size_name]
+            if not one_machine and "MASTER_ADDR" not in os.environ:
+                raise UserError("MPI starts processes on several machines: set MASTER_ADDR to the one of rank 0")
             os.environ["RANK"] = os.environ.get(rank_name, "0")
             os.environ["LOCAL_RANK"] = os.environ.get(local_rank_name, "0")
             os.environ["WORLD_SIZE"] = os.environ[size_name]
