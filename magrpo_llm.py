@@ -330,7 +330,7 @@ def group_advantages(returns, acted, args):
     returns = returns.view(-1, args.num_generations, shape[1])
     acted = acted.view(returns.shape)
     count = acted.sum(1, keepdim=True).clamp(min=1)
-    mean = (returns * acted).sum(1, keepdim=True) / count
+    mean = ((returns.double() * acted).sum(1, keepdim=True) / count).float()  # exact where all earn the same
     if args.advantage_mode == "mean":
         advantages = returns - mean
     elif args.advantage_mode == "rloo":  # the mean of the others

@@ -532,12 +532,12 @@ def learn(agent, rollout, args, generator):
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
-        "kl_loss": kl_loss,
         "clip_fraction": clip_fraction,
         "grad_norm": grad_norms[0],  # of the actor
         "explained_variance": distributed.explained_variance(returns, old_values, action_mask),
     }
     if args.kl_loss_coef > 0:
+        metrics["kl_loss"] = kl_loss
         metrics["kl"] = distributed.masked_mean(old_logprobs - ref_logprobs, mask)
         metrics["reference_logprob"] = distributed.masked_mean(ref_logprobs, mask)
     return metrics

@@ -111,6 +111,7 @@ def test_chance_of_the_games_own_is_drawn_from_the_seed():
         ("open_spiel:nfg_game", "map::at"),
         ("open_spiel:efg_game", "CHECK_TRUE"),
         ("open_spiel:mfg_garnet", "it is a mean-field game"),
+        ("open_spiel:crossword", "it does not say what is legal"),
     ],
 )
 def test_a_wrong_name_is_a_line(name, message):
@@ -222,6 +223,24 @@ def test_matches_of_textarena_are_dealt_by_the_seed():
     assert first == second and len({text for _, seat, text in first[0] if "resources" in text}) == 6
 
 
+def test_a_seat_of_textarena_is_told_who_says_what():
+    pytest.importorskip("textarena")
+    lines = {0: "I will defect.", 1: "Seat 2 has won.", 2: "No."}
+    read, _, _ = play("textarena:ThreePlayerIPD-v0", lambda seat, text: lines[seat], 1, num_agents=3, num_turns=4)
+    text = next(text for _, seat, text in read if seat == 2)
+    assert text.endswith(f"[Player 0] {lines[0]}\n[Player 1] {lines[1]}") and text.startswith("You are Player 2")
+
+
+def test_numpys_chance_in_textarena_is_the_matchs():
+    textarena = pytest.importorskip("utils.envs.textarena")
+    drawn = []
+    env = SimpleNamespace(reset=lambda num_players, seed: drawn.append(np.random.rand()))
+    state = np.random.get_state()[1].tolist()
+    for seed in (5, 5, 6):
+        textarena.Match(env, 2, False, seed)
+    assert drawn[0] == drawn[1] != drawn[2] and np.random.get_state()[1].tolist() == state
+
+
 @pytest.mark.parametrize(
     "name, num_agents, message",
     [
@@ -229,6 +248,7 @@ def test_matches_of_textarena_are_dealt_by_the_seed():
         ("2048-v0", 2, "does not start with --num-agents 2"),
         ("TicTacToe-v0", 3, "does not start with --num-agents 3"),
         ("TicTacToe-v0", 1, "it takes --num-agents 2, got 1"),
+        ("QuantumTicTacToe-v0", 3, "it takes --num-agents 2, got 3"),
     ],
 )
 def test_a_wrong_name_of_textarena_is_a_line(name, num_agents, message):

@@ -575,10 +575,10 @@ def test_losses_and_gradients_of_groups_are_those_of_a_loop(initials, monkeypatc
 
 @pytest.mark.parametrize("script", [ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm], ids=lambda each: each.__name__)
 def test_a_rollout_in_which_all_earn_the_same_moves_no_actor(initials, tokenizer, script):
-    flags = {"num_generations": K} if script is magrpo_llm else {}
+    flags = {"num_generations": 7, "advantage_normalization": True} if script is magrpo_llm else {}
     args = make_args(script, num_agents=2, entropy_coef=0.0, gamma=1.0, kl_coef=0.0, kl_loss_coef=0.0, **flags)
     agents = [script.Agent(i, initial, 10, args) for i, initial in enumerate(initials(args))]
-    transcripts = make_transcripts(script, tokenizer, [[(5 + k, 0), (2, 1), (3, 0), (3, 2)] for k in range(10)])
+    transcripts = make_transcripts(script, tokenizer, [[(5 + k, 0), (2, 1), (3, 0), (3, 2)] for k in range(14)])
     for transcript in transcripts:
         transcript.rewards = [
             0.3 * (k in (len(transcript.ids) - 1, transcript.turns.index(1) + 1)) for k in range(len(transcript.ids))

@@ -221,6 +221,26 @@ def test_the_agents_of_a_run_of_another_model_have_the_other_seat_and_do_not_cha
     assert all(compare(tmp_path / "paused", tmp_path / "run").values())
 
 
+def test_opponents_that_have_learned_since_are_said(tmp_path, capsys):
+    train(tmp_path / "other", pause_at=1)
+    train(tmp_path / "run", **against(tmp_path / "other", pause_at=1))
+    train(resume=str(tmp_path / "run"), **against(tmp_path / "other", pause_at=2))
+    said = f"--opponent-run {tmp_path / 'other'} has learned since, from update_000001 to update_000002: "
+    assert said not in capsys.readouterr().out
+    train(resume=str(tmp_path / "other"), pause_at=2)
+    train(resume=str(tmp_path / "run"), **against(tmp_path / "other"))
+    assert capsys.readouterr().out.count(said) == 1
+
+
+def test_what_is_earned_without_a_move_counts_as_the_win_does():
+    earned = [[{1: 1.0}, {1: -1.0}], [{1: -1.0}, {1: 1.0}]]  # of two seats, in two matches
+    turns = [torch.tensor([[0], [1]]), torch.tensor([[1], [0]])]  # seat 0 moves in the second one alone
+    rollouts = [SimpleNamespace(turns=own, earned=paid) for own, paid in zip(turns, earned)]
+    opponents = SimpleNamespace(args=ppo_llm.Args(num_agents=2, self_play=True))
+    metrics = Opponents.metrics(opponents, 0, rollouts)
+    assert metrics == {"reward_against_opponents": 0.0, "win_rate_against_opponents": 0.5}
+
+
 def test_an_opponent_leaves_room_for_answers_as_long_as_the_learners(tmp_path):
     train(tmp_path / "other", pause_at=1)
     args = ppo_llm.Args(**FLAGS | against(tmp_path / "other", max_new_tokens=7))
@@ -286,7 +306,9 @@ def test_opponents_without_a_seat_are_a_line(tmp_path, flags, message):
         train(tmp_path / "run", **flags)
 
 
-def test_a_fork_with_another_number_of_opponents_is_a_line(tmp_path):
+def test_a_fork_with_another_number_or_age_of_opponents_is_a_line(tmp_path):
     train(tmp_path / "run", pause_at=1)
     with pytest.raises(UserError, match="--opponents 2 there, 3 here"):
         train(tmp_path / "fork", fork=str(tmp_path / "run"), opponents=3)
+    with pytest.raises(UserError, match="--opponent-interval 2 there, 1 here"):
+        train(tmp_path / "fork", fork=str(tmp_path / "run"), opponent_interval=1)

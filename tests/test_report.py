@@ -24,7 +24,7 @@ def test_errors_and_notes_hold_nothing_that_steers_a_terminal(capsys):
 
 
 def test_what_agents_earn_that_are_paid_the_opposite_is_shown(tmp_path):
-    sample = {"update": 1, "reward": 0.0, "rewards": [[1.0], [-1.5, 0.5]], "item": 7, "completions": ["a", ["b", "c"]]}
+    sample = {"update": 1, "reward": 0.0, "earned": [1.0, -1.0], "item": 7, "completions": ["a", ["b", "c"]]}
     assert "sample of update 1, rewards 1.00, -1.00" in side_by_side([sample])
     rows = [{"global_step": k, "reward_mean": 0.0, "reward_std": 0.0} for k in (4, 8)]
     assert outcome(rows, 2).endswith("every episode earned the same")
@@ -36,7 +36,7 @@ def test_what_agents_earn_that_are_paid_the_opposite_is_shown(tmp_path):
 
 
 def test_a_game_is_shown_with_what_was_read():
-    sample = {"update": 1, "reward": 0.0, "rewards": [[0.0, 1.0], [-1.0]], "item": {"seed": 7}}
+    sample = {"update": 1, "reward": 0.0, "earned": [1.0, -1.0], "item": {"seed": 7}}
     sample |= {"prompts": [["<user> You have K.", "<user> bet"], ["<user> You have J."]]}
     sample |= {"completions": [["pass", "bet"], ["bet"]]}
     lines = side_by_side([sample], width=120).splitlines()

@@ -324,6 +324,19 @@ def test_a_fork_with_another_learning_rate_differs_from_there_on(script, actor):
     assert config_of("fork")["fork"]["changed"]["actor_learning_rate"][1] == 0.25
 
 
+@pytest.mark.parametrize("script, divisor", [("ippo", "s"), ("ppo", "std")])
+def test_a_fork_to_other_rewards_measures_their_deviation_anew(script, divisor):
+    agents, _ = train(script, lambda *texts, items: [100.0 * (k % 2) for k in range(len(items))], "first", **KEPT)
+    items = [{"prompt": f"Number {k}.", "number": k} for k in range(12)]
+    Path("other.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    own = {"dataset": "other.jsonl"} if script == "ippo" else {"reward_normalization": True}
+    small = lambda *texts, items: [k % 2 / 10 for k in range(len(items))]  # noqa: E731
+    forked, _ = train(script, small, "fork", fork=SECOND, pause_at=3, **own)
+    assert agents[0].state[divisor] > 10 * forked[0].state[divisor] > 0
+    kept, _ = train(script, small, "kept", fork=SECOND, pause_at=3)
+    assert kept[0].state[divisor] > 0.9 * agents[0].state[divisor]
+
+
 def test_a_fork_of_another_seed_draws_other_numbers():
     train("ippo", folder="first", **KEPT)
     train("ippo", folder="other", fork=SECOND, seed=2)

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 from utils.cli import UserError
-from utils.run.metrics import seat_metrics, team_metrics
+from utils.distributed import say
+from utils.files import checkpoints
+from utils.run.metrics import earned_by_seats, seat_metrics
 
 
 def make_opponents(agent, initial, args):
@@ -61,7 +63,7 @@ class Opponents:
     def metrics(self, update, rollouts):
         """What the agent earned in its seat in an update, and how often it won there, {name: float}."""
         seat = update % self.args.num_agents
-        earned = team_metrics([rollouts[seat]], several_turns=False)["reward_mean"]
+        earned = float(earned_by_seats(rollouts)[:, seat].mean())
         won = seat_metrics(rollouts)[f"agent_{seat}/win_rate"]
         return {"reward_against_opponents": earned, "win_rate_against_opponents": won}
 
@@ -69,7 +71,8 @@ class Opponents:
 class RunOpponents(Opponents):
     """The agents of a run of the same game, each in the seat in which it learned. Their models may be of another base.
 
-    They sample as the agent that learns does (--temperature and so on), and checkpoints do not have them.
+    They sample as the agent that learns does (--temperature and so on), and checkpoints do not have them, but the name
+    of the checkpoint that they are of.
     """
 
     def __init__(self, agent, args):
@@ -81,11 +84,17 @@ class RunOpponents(Opponents):
         game, own_game = (f"--env {each.env} --num-agents {each.num_agents}" for each in (side.args, args))
         if game != own_game:
             raise UserError(f"--opponent-run {args.opponent_run} is a run of {game}, and this is one of {own_game}")
+        self.checkpoint = checkpoints(Path(args.opponent_run) / "checkpoints")[-1].name
         self.players = side.seats
         for player in dict.fromkeys(self.players):  # they sample as many tokens as the learner does
             player.longest_prompt += side.args.max_new_tokens - args.max_new_tokens
 
     def seats(self, update):
+        met = self.agent.state.get("opponent_checkpoint", self.checkpoint)
+        if met != self.checkpoint:
+            run = self.args.opponent_run
+            say(f"--opponent-run {run} has learned since, from {met} to {self.checkpoint}: it plays otherwise now")
+        self.agent.state["opponent_checkpoint"] = self.checkpoint
         return self.with_agent([*self.players], update)
 
 

@@ -57,6 +57,10 @@ def play_seat(run, seat, matches=4, seed=1, do_sample=True, temperature=None, sc
         except EOFError:
             print("\nno further input")
             break
+        if 0 in getattr(env, "failed", ()):
+            print("\nthe environment has dropped this match")
+            played.pop()
+            continue
         said = ", ".join(f"seat {own}: {printable(text.strip()) or 'nothing'}" for own, text in played[-1].moves)
         earned = ", ".join(f"seat {own} {reward:g}" for own, reward in enumerate(played[-1].earned))
         print(f"\nsaid: {said}\nearned: {earned}")

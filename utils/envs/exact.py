@@ -7,6 +7,7 @@ a best response would win more; exploitability is NashConv by the number of seat
 the expected return that counts, beside that of the best play.
 """
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Place:
 
     seat: int
     actions: list
+    before: list  # ids of the transcript before what is read here
     context: list  # ids
     answers: list  # ids of each legal answer
 
@@ -81,13 +83,15 @@ def find_places(game, seats, args, most=MOST_STATES):
         before = written[seat]
         if name in places:
             place = places[name]
+            if place.before != before:
+                raise UserError(f"{game}: a seat forgets what it has read or done, and so it has no exact score")
         else:
             chat = [{"role": "user", "content": text_of(state, seat)}]
             context = before + models.encode(chat, before, agent)
             if len(context) > agent.longest_prompt:
                 raise UserError(f"{game}: what a seat reads leaves no room for an answer (--max-model-len)")
             actions = state.legal_actions()
-            place = places[name] = Place(seat, actions, context, answers_of(len(actions), agent, args))
+            place = places[name] = Place(seat, actions, before, context, answers_of(len(actions), agent, args))
         for action, answer in zip(place.actions, place.answers):
             after = [*written]
             after[seat] = place.context + answer
@@ -187,16 +191,33 @@ def policy_of(game, seats, args, as_played=False, places=None):
 
 def score(game, policy, illegal=(0.0,), with_optimum=True):
     """The Score of a policy of OpenSpiel. The search for the best play may be left out: it takes up to some minutes."""
-    import pyspiel
     from open_spiel.python.algorithms import expected_game_score, exploitability
 
     returns = expected_game_score.policy_value(game.new_initial_state(), [policy] * game.num_players())
     returns = [float(value) for value in returns]
     mass = (sum(illegal) / len(illegal), max(illegal), len(policy.state_lookup))
-    if game.get_type().utility == pyspiel.GameType.Utility.IDENTICAL:
+    if earns_alike(str(game)):
         return Score(None, None, returns, optimum_of(game) if with_optimum else None, *mass)
     nash_conv = float(exploitability.nash_conv(game, policy))
     return Score(nash_conv / game.num_players(), nash_conv, returns, None, *mass)
+
+
+@functools.cache
+def earns_alike(game):
+    """Whether all seats earn the same in every match of a game, a text; OpenSpiel's own word is for some games only."""
+    import pyspiel
+
+    stack = [pyspiel.load_game(game).new_initial_state()]
+    while stack:
+        state = stack.pop()
+        if state.is_terminal():
+            if len(set(state.returns())) > 1:
+                return False
+        elif state.is_chance_node():
+            stack += [state.child(action) for action, _ in state.chance_outcomes()]
+        else:
+            stack += [state.child(action) for action in state.legal_actions()]
+    return True
 
 
 def optimum_of(game):

@@ -31,7 +31,14 @@ def load(name, args):
 
 def make_game(name, label):
     """The Game of a name, for any number of seats. Raises UserError."""
-    return OpenSpiel(load_game(name, label), label)
+    game = OpenSpiel(load_game(name, label), label)
+    match = game.begin(0)
+    try:
+        if match.seat is not None:
+            match.answers()
+    except Exception as error:
+        raise UserError(f"{label}: it does not say what is legal: {one_line(error)}") from error
+    return game
 
 
 def load_game(name, label):

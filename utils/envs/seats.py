@@ -10,6 +10,9 @@ A library's games become such an environment by a subclass of Game. Its begin(se
 and, if the library knows it, answers() -> texts that whoever is to move may say.
 """
 
+import torch
+
+from utils import distributed
 from utils.cli import UserError
 
 LARGEST_SEED = 2**31 - 1  # that a library's own chance takes
@@ -35,8 +38,9 @@ class Game:
         return Seats(self, items, args)
 
     def metrics_callback(self, rollouts, items):
-        """The share of illegal answers in the matches of these items."""
-        illegal, answers = map(sum, zip(*(self.counts[seed] for seed in {item["seed"] for item in items})))
+        """The share of illegal answers in the matches of these items, and in those of other processes."""
+        counts = [self.counts[seed] for seed in {item["seed"] for item in items}]
+        illegal, answers = distributed.sum(torch.tensor(counts, device=distributed.device()).sum(0)).tolist()
         return {"illegal_rate": illegal / max(1, answers)}
 
 

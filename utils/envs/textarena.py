@@ -1,12 +1,15 @@
 """TextArena's games by name, for teams: --env textarena:TicTacToe-v0, textarena:SimpleNegotiation-v0.
 
 A seat reads what the game has told it since its last move, without its own answers, which it has. Where the game's own
-wrappers put an answer into brackets, so is it here. What an illegal answer costs is the game's: mostly it may answer
-once more, and then loses. TextArena draws from Python's own generator, which each match has for itself, by its seed.
+wrappers put an answer into brackets, so is it here. Before what another seat said stands who it was. What an illegal
+answer costs is the game's: mostly it may answer once more, and then loses. TextArena draws from Python's own generator
+and NumPy's, which each match has for itself, by its seed.
 """
 
 import contextlib
 import random
+
+import numpy
 
 from utils.cli import UserError, describe
 from utils.envs.seats import Game, check_seats
@@ -28,9 +31,10 @@ def load(name, args):
     wrappers = ENV_REGISTRY[name].default_wrappers or []
     game = TextArena(textarena, name, args.num_agents, textarena.wrappers.ActionFormattingWrapper in wrappers)
     try:
-        game.begin(0)
+        num_seats = game.begin(0).env.state.num_players
     except (Exception, SystemExit) as error:
         raise UserError(f"{label} does not start with --num-agents {args.num_agents}: {describe(error)}") from error
+    check_seats(label, num_seats, args)
     return game
 
 
@@ -45,25 +49,30 @@ class TextArena(Game):
         return Match(self.textarena.make(f"{self.name}-raw"), self.num_seats, self.in_brackets, seed)
 
 
+def set_random_states(of_python, of_numpy):
+    random.setstate(of_python)
+    numpy.random.set_state(of_numpy)
+
+
 class Match:
     def __init__(self, env, num_seats, in_brackets, seed):
         self.env = env
         self.num_seats = num_seats
         self.in_brackets = in_brackets
-        self.random_state = random.Random(seed).getstate()
+        self.random_states = random.Random(seed).getstate(), numpy.random.RandomState(seed).get_state()
         with self.own_random():
             env.reset(num_players=num_seats, seed=seed)
 
     @contextlib.contextmanager
     def own_random(self):
-        """Within it Python's own generator is the match's."""
-        before = random.getstate()
-        random.setstate(self.random_state)
+        """Within it Python's own generator and NumPy's are the match's."""
+        before = random.getstate(), numpy.random.get_state()
+        set_random_states(*self.random_states)
         try:
             yield
         finally:
-            self.random_state = random.getstate()
-            random.setstate(before)
+            self.random_states = random.getstate(), numpy.random.get_state()
+            set_random_states(*before)
 
     @property
     def seat(self):
@@ -72,7 +81,13 @@ class Match:
     def text(self, seat):
         told = self.env.state.observations[seat]
         self.env.state.observations[seat] = []
-        return "\n".join(message for sender, message, _ in told if sender != seat) or "It is your move."
+        lines = []
+        for sender, message, _ in told:
+            if sender in range(self.num_seats):  # else it is the game that speaks
+                message = f"[{self.env.state.role_mapping.get(sender, f'Player {sender}')}] {message}"
+            if sender != seat:
+                lines.append(message)
+        return "\n".join(lines) or "It is your move."
 
     def move(self, answer):
         seat = self.seat

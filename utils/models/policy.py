@@ -12,12 +12,13 @@
 import contextlib
 import copy
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModel, get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from transformers import AutoModel
 
 from utils import distributed
 from utils.cli import UserError, flag_name
@@ -354,12 +355,18 @@ def count_parameters(policy):
 def lr_schedule(optimizer, num_updates, args):
     """The learning rate by updates: --anneal-lr lowers it over the second half of the run to 0, where it stays.
 
-    Where a script has --cosine-lr-schedule, along a cosine in its place, after --warmup-proportion of the updates.
+    Where a script has --cosine-lr-schedule, along a cosine in its place, after --warmup-proportion of the updates, in
+    which it rises in equal steps; the first of them is above 0.
     """
     if not hasattr(args, "cosine_lr_schedule"):
         factor = lambda update: min(1.0, max(0.0, 2.0 * (1.0 - update / num_updates)))  # noqa: E731
         return LambdaLR(optimizer, factor if args.anneal_lr else lambda update: 1.0)
     num_warmup = round(args.warmup_proportion * num_updates)
-    if args.cosine_lr_schedule:
-        return get_cosine_schedule_with_warmup(optimizer, num_warmup, num_updates)
-    return get_constant_schedule_with_warmup(optimizer, num_warmup)
+
+    def warm_factor(update):
+        if update < num_warmup:
+            return (update + 1) / (num_warmup + 1)
+        progress = min(1.0, (update - num_warmup) / max(1, num_updates - num_warmup))
+        return 0.5 * (1.0 + math.cos(math.pi * progress)) if args.cosine_lr_schedule else 1.0
+
+    return LambdaLR(optimizer, warm_factor)

@@ -23,7 +23,7 @@ from utils.models.weights import load_agents, optimizers_of, save_agents, schedu
 from utils.run.checkpoint import newest_whole, random_state, restore_random_state, write_checkpoint
 from utils.run.failures import explain
 from utils.run.folder import OF_FOLDER, FolderArgs, check_untrained, empty, outputs, run_folder, write_config
-from utils.run.fork import COPY, OF_DATA, copy_fork, fork_of, put_fork
+from utils.run.fork import COPY, OF_DATA, OF_REWARDS, copy_fork, fork_of, put_fork
 from utils.run.kept import Kept
 from utils.run.log import Log, joint_samples
 from utils.run.metrics import agent_metrics, count_tokens, seat_metrics, team_metrics
@@ -179,8 +179,10 @@ class Run:
         load_agents(path, self.agents)
         self.step = state["step"]
         self.saved_step = self.step
+        is_new_fork = self.fork is not None and self.step == self.fork["step"]
+        has_new_rewards = is_new_fork and not self.fork["changed"].keys().isdisjoint(OF_REWARDS)
         for agent, saved in zip(self.agents, state["agents"], strict=True):
-            if saved is not None:
+            if saved is not None and not has_new_rewards:  # deviations of what was earned there
                 agent.state = saved
             for schedule in schedules_of(agent):
                 schedule.last_epoch += self.step - 1  # it stands where the run began
@@ -189,7 +191,6 @@ class Run:
                     schedule.step()
         self.totals = state["totals"]
         self.started -= state["elapsed"]
-        is_new_fork = self.fork is not None and self.step == self.fork["step"]
         if not is_new_fork:
             self.log_files.tracker.id = state["wandb"]
         has_own_seed = is_new_fork and "seed" in self.fork["changed"]
@@ -273,7 +274,9 @@ class Run:
         """The row of metrics.csv after so many updates, {name: number or None}. Raises TaskError."""
         num_tokens = int(distributed.sum(sum(map(count_tokens, rollouts))))
         if num_tokens == 0:
-            reason = "there was nothing to read, or no room behind it for an answer (--max-new-tokens, --max-model-len)"
+            reason = "there was nothing to read, no room behind it for an answer (--max-new-tokens, --max-model-len)"
+            if getattr(self.task, "TeamEnv", None):
+                reason += ", or the environment has dropped all episodes"
             raise TaskError(f"nobody acted in update {step}: {reason}")
         metrics = team_metrics(rollouts, self.args.num_turns > 1) | agent_metrics(metrics, critic_metrics)
         if hasattr(self.task, "TeamEnv") and len(rollouts) > 1:  # seats of a game, or of an environment

@@ -9,11 +9,12 @@ from utils.files import STATE, checkpoints, put, read_json, whole_lines
 from utils.run.checkpoint import check_whole, newest_whole
 
 COPY = "fork.writing"  # of what is forked, until it is whole
-OF_AGENTS = """model model_config num_agents self_play opponents use_separate_critic critic_model_name_or_path
-critic_model_config critic_value_head_hidden_dim value_head_hidden_dim use_separate_reference_adapter
-lora_rank lora_alpha lora_dropout lora_target_modules lora_config
+OF_AGENTS = """model model_config num_agents self_play opponents opponent_interval use_separate_critic
+critic_model_name_or_path critic_model_config critic_value_head_hidden_dim value_head_hidden_dim
+use_separate_reference_adapter lora_rank lora_alpha lora_dropout lora_target_modules lora_config
 load_checkpoint load_optimizer keep_reference fresh_critic merge_lora_configs""".split()
 OF_DATA = ["task", "env", "dataset"]  # where these differ, items are read from the first on
+OF_REWARDS = [*OF_DATA, "reward_normalization"]  # where these differ, what agents earn is of another size
 OF_LENGTH = ["rollout_buffer_size", "num_generations"]  # what an update is: those of the run are counted on
 
 

@@ -79,8 +79,8 @@ class Log:
 def joint_samples(items, agents, rollouts, several_turns, **numbers):
     """The first episodes of a rollout for samples.jsonl: what each agent read, wrote and earned.
 
-    Of several turns these are lists of each agent's turns. `numbers` stand in each sample. One agent may
-    be in all seats.
+    Of several turns these are lists of each agent's turns; `earned` is of the whole episode, also what was earned
+    before an agent acted. `numbers` stand in each sample. One agent may be in all seats.
     """
     samples = []
     earned = [episode_rewards(rollout, torch.float64).tolist() for rollout in rollouts]
@@ -95,11 +95,12 @@ def joint_samples(items, agents, rollouts, several_turns, **numbers):
         prompts = [prompts for prompts, _ in episode]
         rewards = [rewards for _, rewards in episode]
         answers = [rollout.answers[k] for rollout in rollouts]
-        reward = sum(own[k] for own in earned) / len(earned)
+        own_earned = [own[k] for own in earned]
+        sample = {"reward": sum(own_earned) / len(earned), "earned": own_earned}
         if not several_turns:
             prompts, answers = ([own[0] if own else "" for own in texts] for texts in (prompts, answers))
-            rewards = [sum(own) for own in rewards]
-        sample = {"reward": reward, "rewards": rewards, "item": items[k], "prompts": prompts, "completions": answers}
+            rewards = own_earned
+        sample |= {"rewards": rewards, "item": items[k], "prompts": prompts, "completions": answers}
         samples.append(numbers | sample)
     return samples
 

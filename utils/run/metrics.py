@@ -25,18 +25,21 @@ def team_metrics(rollouts, several_turns):
         metrics |= {f"agent_{i}/reward_mean": mean for i, mean in enumerate(earned.mean(0))}
     for i, rollout in enumerate(rollouts):
         num_tokens, num_turns = distributed.sum(torch.stack([count_tokens(rollout), count_turns(rollout)]))
-        metrics[f"agent_{i}/response_length"] = num_tokens / num_turns
+        if num_turns:
+            metrics[f"agent_{i}/response_length"] = num_tokens / num_turns
     return {name: float(x) for name, x in metrics.items()}
 
 
-def seat_metrics(rollouts):
-    """How often each seat of a game wins, {name: float}: the share of matches in which it earned more than every other.
-
-    A match in which nobody acted does not count.
-    """
+def earned_by_seats(rollouts):
+    """What each seat earns in the matches of all processes, [B, N]; those in which nobody acted are left out."""
     has_acted = torch.stack([(rollout.turns > 0).any(1) for rollout in rollouts]).any(0)  # [B]
     earned = [[sum(own.values()) for own in rollout.earned] for rollout in rollouts]
-    earned = distributed.gather(torch.tensor(earned, dtype=torch.float64).T[has_acted.cpu()])  # [B, N]
+    return distributed.gather(torch.tensor(earned, dtype=torch.float64).T[has_acted.cpu()])
+
+
+def seat_metrics(rollouts):
+    """How often each seat wins, {name: float}: the share of matches in which it earned more than all others."""
+    earned = earned_by_seats(rollouts)
     best, winners = earned.max(1)
     is_won = (earned > best[:, None] - 1e-6).sum(1) == 1  # no draw
     return {f"agent_{i}/win_rate": float((is_won & (winners == i)).double().mean()) for i in range(len(rollouts))}

@@ -129,9 +129,9 @@ def side_by_side(samples, width=None):
         is_game = isinstance(item, dict) and set(item) == {"seed"}
         if isinstance(item, dict):
             item = "  ".join(f"{key}: {one_line(value)}" for key, value in item.items())
-        own = [sum(rewards) if isinstance(rewards, list) else rewards for rewards in sample["rewards"]]
         earned = f"reward {sample['reward']:.2f}"
-        if max(own) - min(own) > 1e-6:  # what each agent earned
+        own = sample.get("earned", [sample["reward"]])
+        if max(own) - min(own) > 1e-6:
             earned = f"rewards {', '.join(f'{reward:.2f}' for reward in own)}"
         lines += ["", f"sample of update {sample['update']}, {earned}"]
         lines += [*textwrap.wrap(str(item), width), ""]
