@@ -38,7 +38,7 @@ RISES = {
     "ppo on guesses": (ppo_llm, BRIEF | {"train_size": 768}, 0.2),
 }
 REST, SLOW = [pytest.mark.rest], [pytest.mark.slow]
-LONGER = {"ppo": REST, "magrpo": REST, "maac": SLOW, "iac": SLOW}
+LONGER = {"ppo": REST, "magrpo": SLOW, "maac": SLOW, "iac": SLOW}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=LONGER.get(case.split()[0], [])) for case in RISES])
