@@ -61,7 +61,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1  # agents of the team, or players of --env
-    self_play: bool = False  # one agent in all --num-agents seats, which learns from all their transcripts
+    self_play: bool = not_with("num_agents=1", default=False)  # one agent in all seats, which learns from all
     # earlier copies to keep, which fill all seats but one, drawn anew in each update; the learner's seat rotates
     opponents: NonNegativeInt = needs("self_play", default=0)
     opponent_interval: PositiveInt = needs("opponents", default=10)  # updates between copies; the oldest leaves

@@ -113,6 +113,7 @@ def fail(*_, **__):
 TASKS = {
     "raises": ({"reward_func": fail}, "raised ValueError: what happened"),
     "too few": ({"reward_func": lambda *texts: [1.0]}, "returned 1 values for 4 items"),
+    "lists": ({"reward_func": lambda *texts: [[1.0] * 4] * 3}, "returned 3 lists for 2 agents; it takes one for each"),
     "text": ({"reward_func": lambda *texts: ["a"] * 4}, "returned 'a' for item 0"),
     "nan": ({"reward_func": lambda *texts: [float("nan")] * 4}, "returned nan for item 0"),
     "none": ({"reward_func": lambda *texts: None}, "returned None"),
@@ -279,6 +280,17 @@ def test_what_failed_is_checked_too(tmp_path, small, failed, message):
         ippo_llm.main(args, task=module, **small)
 
 
+def test_an_environment_that_goes_on_after_its_turns_is_said_once(tmp_path, small, capsys):
+    class Endless(Players):
+        def step(self, actions):
+            _, rewards, _ = super().step(actions)
+            return [{b: "On." for b in actions[0]}, {}], rewards, set()
+
+    args = ippo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"), num_train_epochs=1, max_model_len=99)
+    ippo_llm.main(args, task=SimpleNamespace(TeamEnv=Endless), **small)
+    assert capsys.readouterr().out.count("goes on after --num-turns: an environment ends its episodes by itself") == 1
+
+
 def test_a_game_may_be_over_and_cut_at_once(tmp_path, small):
     class Both(Game):
         def step(self, answer):
@@ -418,6 +430,22 @@ def test_a_function_of_a_task_that_is_misspelt_is_said(tmp_path, capsys):
         tasks.load_task(None, ippo_llm.Args(task=str(task)), ippo_llm)
         shown = capsys.readouterr().out
         assert said in shown and ("nothing calls" in shown) == bool(said)
+    (tmp_path / "quiz.py").write_text(QUIZ)
+    tasks.load_task(None, ippo_llm.Args(task=str(tmp_path / "quiz.py")), ippo_llm)
+    assert "nothing calls" not in capsys.readouterr().out
+
+
+def test_a_run_in_the_place_of_its_agent_is_named(tmp_path):
+    run = tmp_path / "run"
+    (run / "agent_0").mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"^--model {run} is a run; its agents are {run}/agent_0 ...$"):
+        ippo_llm.main(ippo_llm.Args(model=(str(run),)))
+
+
+def test_a_name_in_the_place_of_a_tokenizer_is_one_line(small):
+    with pytest.raises(UserError, match="tokenizer= takes a tokenizer of transformers, got 'utils/tiny_lm'$"):
+        ippo_llm.main(ippo_llm.Args(**SMALL), model=small["model"], tokenizer="utils/tiny_lm")
 
 
 def test_an_argument_that_no_reward_func_is_given_is_one_line_at_the_start(tmp_path):

@@ -22,5 +22,5 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     for cell, types in zip(cells, made, strict=True):  # what is kept in the file is of each kind that a run shows
         shown = [output.output_type for output in cell.outputs if output.get("name") != "stderr"]
         assert set(shown) == set(types), cell.source
-    assert sorted(path.name.split("__")[0] for path in (tmp_path / "runs").iterdir()) == ["ippo_llm", "mine"]
-    assert "agent 1: " in cells[3].outputs[0].text and os.listdir(tmp_path).count("mine.py") == 1
+    assert sorted(path.name.split("__")[0] for path in (tmp_path / "runs").iterdir()) == ["by_four", "ippo_llm"]
+    assert "agent 1: " in cells[3].outputs[0].text and os.listdir(tmp_path).count("by_four.py") == 1

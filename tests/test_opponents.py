@@ -268,7 +268,7 @@ def test_a_wrong_run_as_opponent_is_a_line(tmp_path):
         ({"opponents": 2}, "--opponent-run has no effect with --opponents"),
         ({"opponent_run": str(tmp_path / "none")}, f"--opponent-run: .*{tmp_path / 'none'}.* no such folder"),
         ({"env": "open_spiel:tiny_hanabi"}, f"--opponent-run {tmp_path / 'run'} is a run of --env open_spiel:kuhn.*"),
-        ({"env": "guess", "num_agents": 1}, "--opponent-run takes seats for them: --num-agents 2 or more"),
+        ({"env": "guess", "num_agents": 1}, "--self-play has no effect with --num-agents 1"),
     ):
         with pytest.raises(UserError, match=f"^{message}$") as error:
             train(tmp_path / "new", **against(tmp_path / "run", **flags))
@@ -298,7 +298,7 @@ def test_a_run_of_another_script_is_a_line_and_one_of_the_script_that_runs_is_ta
     [
         ({"self_play": False}, "--opponents has no effect without --self-play"),
         ({"opponents": 0}, "--opponent-interval has no effect without --opponents"),
-        ({"env": "guess", "num_agents": 1}, "--opponents takes seats for them: --num-agents 2 or more"),
+        ({"env": "guess", "num_agents": 1}, "--self-play has no effect with --num-agents 1"),
     ],
 )
 def test_opponents_without_a_seat_are_a_line(tmp_path, flags, message):

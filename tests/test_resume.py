@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from short_runs import FLAGS, SCRIPTS, Faulty, every_script, make_task, return_none, saved_state, small_model, train
 
+import ippo_llm
 import utils.run
 from utils.cli import Stopped, TaskError, UserError, parse
 from utils.files import read_rows
@@ -55,7 +56,8 @@ def config_of(folder):
 def test_a_paused_run_goes_on_to_the_same_bits(script, flags, undisturbed, capsys):
     flags = flags | {"num_turns": 2, "eval_interval": 2, "eval_size": 2}
     train(script, pause_at=2, save_interval=0, **flags)
-    goes_on = f"paused after update 2 of 3; go on with: python {script}_llm.py --resume run\nthe run is in run\n"
+    goes_on = "paused after update 2 of 3; go on from Python with the task SimpleNamespace: "
+    goes_on += "main(Args(..., resume='run'), ...)\nthe run is in run\n"
     assert capsys.readouterr().out.endswith(goes_on) and len(timeless("run")) == 2
     train(script, resume="run", **flags)
     assert_same("run", undisturbed(script, **flags))
@@ -310,6 +312,21 @@ def test_a_model_that_has_changed_since_is_one_line(script, rank):
     with pytest.raises(UserError, match="^[^\n]*(began with another model|is of the base)[^\n]*$"):
         SCRIPTS[script].main(SCRIPTS[script].Args(**flags, resume="run"), task)
     assert contents("run") == before
+
+
+def test_a_run_on_what_python_gave_does_not_go_on_with_anything_else(tmp_path):
+    rows = [{"prompt": "I took my car."}] * 12
+    small = {"rollout_buffer_size": 4, "mini_batch_size": 4, "max_new_tokens": 4, "eval_interval": 0}
+    args = ippo_llm.Args(**small, max_episodes=8, output_dir=str(tmp_path / "run"))
+    ippo_llm.main(args, train_dataset=rows)
+    again = ippo_llm.Args(**small, max_episodes=12, resume=str(tmp_path / "run"))
+    config = (tmp_path / "run/config.json").read_bytes()
+    message = "is a run of the task in ippo_llm.py on rows given from Python, and here is the task in ippo_llm.py; main"
+    with pytest.raises(UserError, match=message):
+        ippo_llm.main(again)
+    assert (tmp_path / "run/config.json").read_bytes() == config
+    _, run = ippo_llm.main(again, train_dataset=rows)
+    assert run.step == 3
 
 
 # --- Forks that differ ------------------------------------------------------------------------------------------------

@@ -162,9 +162,11 @@ def test_the_commit_is_marked_where_code_differs(tmp_path, monkeypatch):
     git("commit", "-m", "x")
     commit = git("rev-parse", "HEAD").strip()
     (tmp_path / "page.md").write_text("2")
-    assert folder.git_commit() == commit
+    (tmp_path / "mine.py").write_text("a copy that is in no commit")
+    assert folder.git_commit(tmp_path / "script.py") == commit
+    assert folder.git_commit(tmp_path / "mine.py") == commit + "+"
     (tmp_path / "script.py").write_text("2")
-    assert folder.git_commit() == commit + "+"
+    assert folder.git_commit(tmp_path / "script.py") == commit + "+"
 
 
 # --- How it ends ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from helpers import TINY
 
 import ippo_llm
 from utils import distributed, make_tiny_lm, models
+from utils.cli import UserError
 from utils.files import WriteError
 from utils.make_tiny_lm import collate, encode, held_out_loss, make_tokenizer
 from utils.tasks.made_text import games, posts, programs
@@ -83,6 +84,12 @@ def test_only_the_assistants_tokens_are_marked():
     assert mask[0].sum() < mask[1].sum()
     rendered = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
     assert ids[0][mask[0] == 1].tolist() == rendered  # what is trained on is what the template makes
+
+
+def test_a_model_that_is_there_is_not_replaced_unasked(monkeypatch):
+    monkeypatch.setattr(make_tiny_lm, "chats", None)
+    with pytest.raises(UserError, match=r"tiny_lm has one \(--overwrite replaces it\)$"):
+        make_tiny_lm.main(make_tiny_lm.Args())
 
 
 def test_a_folder_that_can_not_be_written_is_one_line_before_training(tmp_path, monkeypatch):

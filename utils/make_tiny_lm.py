@@ -1,6 +1,7 @@
 """Make the embedded language model `utils/tiny_lm/` from nothing, in about three and a half minutes on two cores.
 
-    python -m utils.make_tiny_lm
+    python -m utils.make_tiny_lm --out runs/my_lm      the same, elsewhere
+    python -m utils.make_tiny_lm --overwrite
 
 A Llama of about a million parameters with a word-level byte-level BPE and a chat template, trained on text composed by
 made_text.py. It is an ordinary Hugging Face folder: AutoModelForCausalLM and AutoTokenizer open it like any other.
@@ -16,7 +17,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from utils.cli import command_line, flags
+from utils.cli import UserError, command_line, flags
 from utils.files import disk_errors, writing
 from utils.tasks.made_text import games, posts, programs
 
@@ -31,7 +32,8 @@ CHAT_TEMPLATE = (
 class TinyArgs:
     """How the model is made, and where it goes."""
 
-    out: str = str(Path(__file__).parent / "tiny_lm")  # the folder to write
+    out: str = str(Path(__file__).parent / "tiny_lm")  # the folder to write; unless given, the embedded model's
+    overwrite: bool = False  # replace the model that is there
     steps: PositiveInt = 1500  # optimiser steps
     seed: NonNegativeInt = 1  # seed of text, weights and order
     layers: PositiveInt = 3  # layers of the model
@@ -139,6 +141,8 @@ def held_out_loss(model, tokenizer, size=500, seed="held out"):
 def main(args):
     """Make the tokenizer and the model, and write them."""
     start = time.time()
+    if (Path(args.out) / "config.json").exists() and not args.overwrite:
+        raise UserError(f"--out takes a folder without a model; {args.out} has one (--overwrite replaces it)")
     with writing(args.out):  # before minutes of training
         Path(args.out).mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)

@@ -18,11 +18,8 @@ from utils.run.metrics import earned_by_seats, seat_metrics
 
 def make_opponents(agent, initial, args):
     """The Opponents or RunOpponents of the flags, or None. Raises UserError."""
-    flag = "--opponents" if args.opponents else "--opponent-run" if args.opponent_run is not None else None
-    if flag is None:
+    if not args.opponents and args.opponent_run is None:
         return None
-    if args.num_agents == 1:
-        raise UserError(f"{flag} takes seats for them: --num-agents 2 or more")
     if args.opponent_run is None:
         return Opponents(agent, initial, args)
     if args.opponents:

@@ -264,10 +264,12 @@ def as_chat(observation):
 
 def guarded(TeamEnv, label):
     """A user's class TeamEnv, whose errors and wrong returns are TaskErrors of one line."""
+    told = []
 
     class GuardedEnv:
         def __init__(self, task, items, args):
             self.num_agents = args.num_agents
+            self.steps_left = args.num_turns
             self.episodes = range(len(items))
             self.timeout = args.reward_timeout
             with self.guard("__init__"):
@@ -299,8 +301,14 @@ def guarded(TeamEnv, label):
             observations, rewards, truncated = check_length(result, f"step of {label}", names)
             with self.guard("step"):
                 truncated = set(truncated)
-                self.check_episodes(truncated, "step", "truncated")
-                return self.check_observations(observations, "step"), self.check_rewards(rewards), truncated
+            self.check_episodes(truncated, "step", "truncated")
+            observations = self.check_observations(observations, "step")
+            self.steps_left -= 1
+            if self.steps_left == 0 and any(own.keys() - truncated for own in observations):
+                if not told:
+                    distributed.say(f"{label} goes on after --num-turns: an environment ends its episodes by itself")
+                told.append(label)
+            return observations, self.check_rewards(rewards), truncated
 
         def check_observations(self, observations, method):
             for i, own in enumerate(self.check(observations, method, "observations")):
@@ -323,7 +331,7 @@ def guarded(TeamEnv, label):
             right = isinstance(dicts, (list, tuple)) and len(dicts) == self.num_agents
             if not right or not all(isinstance(own, dict) for own in dicts):
                 got = f"{method} of {label} returned {what} {one_line(repr(dicts), 80)}"
-                wanted = f"; --num-agents {len(dicts)} has as many" if isinstance(dicts, (list, tuple)) else ""
+                wanted = f": give --num-agents {len(dicts)}" if isinstance(dicts, (list, tuple)) else ""
                 raise TaskError(f"{got}; it takes a dict for each of {self.num_agents} agents{wanted}")
             for own in dicts:
                 self.check_episodes(own, method, what)

@@ -134,6 +134,8 @@ def loading(flag, name):
         with without_bars():
             yield
     except Exception as error:
+        if (Path(name) / "agent_0").is_dir():
+            raise UserError(f"{flag} {name} is a run; its agents are {Path(name) / 'agent_0'} ...") from error
         raise UserError(f"{flag} {name} can't be loaded: {one_line(error, 1000)}") from error
 
 
@@ -280,6 +282,8 @@ def read_tokenizer(name, flag, trust_remote_code=False, settings=None):
 
 def add_padding(tokenizer, flag):
     """A tokenizer, with its end token for padding where it has none. Raises UserError where it has neither."""
+    if not hasattr(tokenizer, "pad_token"):
+        raise UserError(f"{flag}: tokenizer= takes a tokenizer of transformers, got {one_line(repr(tokenizer), 80)}")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:

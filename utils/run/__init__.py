@@ -22,7 +22,16 @@ from utils.models.stages import load_stage
 from utils.models.weights import load_agents, optimizers_of, save_agents, schedules_of
 from utils.run.checkpoint import newest_whole, random_state, restore_random_state, write_checkpoint
 from utils.run.failures import explain
-from utils.run.folder import OF_FOLDER, FolderArgs, check_untrained, empty, outputs, run_folder, write_config
+from utils.run.folder import (
+    OF_FOLDER,
+    FolderArgs,
+    check_same_task,
+    check_untrained,
+    empty,
+    outputs,
+    run_folder,
+    write_config,
+)
 from utils.run.fork import COPY, OF_DATA, OF_REWARDS, copy_fork, fork_of, put_fork
 from utils.run.kept import Kept
 from utils.run.log import Log, joint_samples
@@ -166,6 +175,8 @@ class Run:
 
     def restore(self):
         """Take up the newest whole checkpoint; a run that has done nothing yet begins anew. Raises UserError."""
+        if self.args.resume:
+            distributed.decide(lambda: check_same_task(self.folder, self.task.name))
         path, state = distributed.decide(lambda: newest_whole(self.folder / "checkpoints", distributed.say))
         if path is None:
             distributed.decide(lambda: check_untrained(self.folder))
@@ -261,7 +272,7 @@ class Run:
             number = max(number for number, _ in decisions)
             if number or decisions[0][1]:  # the main process's
                 self.checkpoint()
-        if number:
+        if number and self.step < self.num_updates:
             stopped = f"stopped by {signal.Signals(number).name} after update {self.step} of {self.num_updates}"
             raise Stopped(f"{stopped}; {self.how_to_go_on()}", number)
 
@@ -429,4 +440,8 @@ class Run:
             self.lock.close()
 
     def how_to_go_on(self):
-        return f"go on with: python {Path(self.script).name} --resume {self.folder}"
+        script = Path(self.script).name
+        own = [f"the task in {script}", f"the environment in {script}"]
+        if self.task.name in (*own, f"--task {self.args.task}", f"--env {self.args.env}"):
+            return f"go on with: python {script} --resume {self.folder}"
+        return f"go on from Python with {self.task.name}: main(Args(..., resume='{self.folder}'), ...)"

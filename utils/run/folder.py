@@ -105,6 +105,14 @@ def check_same_flags(folder, args):
         raise UserError(f"{goes_on}; these differ: {'; '.join(differing)}")
 
 
+def check_same_task(folder, task):
+    """Raise UserError where a run was made from Python with another task, or other rows, than are here."""
+    there = read_json(folder / "config.json").get("task", task)
+    if there != task:
+        goes_on = "main(Args(resume=..., and all its flags), task=..., train_dataset=...) goes on with what it had"
+        raise UserError(f"--resume: {folder} is a run of {there}, and here is {task}; {goes_on}")
+
+
 def is_run(folder):
     """Whether a folder has the config.json of a run."""
     try:
@@ -159,7 +167,7 @@ def write_config(folder, args, script, num_updates, fork, task):
         "num_updates": num_updates,
         "fork": fork,
         "versions": versions(),
-        "git_commit": git_commit(),
+        "git_commit": git_commit(script),
     }
     write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
     return config
@@ -174,13 +182,18 @@ def versions():
     return found
 
 
-def git_commit():
-    """The commit of this code, with `+` after it where a .py or a file in utils/ differs; None: no checkout."""
+def git_commit(script):
+    """The commit of this code; None: no checkout.
+
+    With `+` after it where a .py or a file in utils/ differs, or where the script is in no commit.
+    """
     here = Path(__file__).resolve().parent
     options = {"cwd": here, "capture_output": True, "text": True, "check": True}
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], **options).stdout.strip()
         differing = ["git", "status", "--porcelain", "-uno", "--", ":(top)*.py", ":(top)utils"]
-        return commit + "+" * bool(subprocess.run(differing, **options).stdout.strip())
+        is_tracked = ["git", "ls-files", "--error-unmatch", str(Path(script).resolve())]
+        has_changed = subprocess.run(differing, **options).stdout.strip()
+        return commit + "+" * bool(has_changed or subprocess.run(is_tracked, **options | {"check": False}).returncode)
     except (OSError, subprocess.CalledProcessError):
         return None

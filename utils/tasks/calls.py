@@ -70,7 +70,10 @@ def as_lists(rewards, name, num_agents, items):
     except TypeError:
         got = one_line(repr(rewards), 80)
         raise TaskError(f"{name} returned {got}; it takes a list of {B} numbers") from None
-    per_agent = len(rewards) == num_agents and all(isinstance(row, (list, tuple)) for row in rewards)
+    are_lists = len(rewards) > 0 and all(isinstance(row, (list, tuple)) for row in rewards)
+    per_agent = are_lists and len(rewards) == num_agents
+    if are_lists and not per_agent:
+        raise TaskError(f"{name} returned {len(rewards)} lists for {num_agents} agents; it takes one for each")
     rows = rewards if per_agent else [rewards]
     for row in rows:
         if len(row) != B:

@@ -26,6 +26,7 @@ MADE_ITEMS = 1536  # items to train on where a task makes them
 FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".txt": "text"}
 FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # what may stand after these
+FROM_PYTHON = " on rows given from Python"
 SPACE = re.compile(r"\s*")
 GUESSED = ("timestamp", "date", "time", "duration", "float")  # types that JSON's reader makes of other values
 
@@ -38,6 +39,8 @@ def load_items(task, initials, args, train_dataset=None, eval_dataset=None):
     or --dataset too few rows. Raises UserError where items can't be had, or where there are fewer to train on than an
     update takes.
     """
+    if not (train_dataset is None and eval_dataset is None):
+        task.name += FROM_PYTHON  # config.json says it
     least = args.rollout_buffer_size // args.num_generations
     rows = (train_dataset, eval_dataset)
     initials = initials * (args.num_agents // len(initials))  # --self-play: one reads in all seats

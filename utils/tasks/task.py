@@ -285,7 +285,7 @@ def check(task, name, args, needed):
 
 def say_what_is_misspelt(task, name):
     """Say which functions of a task's file have nearly the name of one that a task may have, and that it lacks."""
-    for own in vars(task):
+    for own in vars(task).keys() - {form for form, _ in SHORT_FORMS.values()}:
         for known in difflib.get_close_matches(own, (*NEEDED, *OPTIONAL), n=1, cutoff=0.8):
             if own != known and not hasattr(task, known) and callable(getattr(task, own)):
                 say(f"{name} has no {known}, but {own}, which nothing calls: is {known} meant?")
