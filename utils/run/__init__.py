@@ -285,9 +285,9 @@ class Run:
         """The row of metrics.csv after so many updates, {name: number or None}. Raises TaskError."""
         num_tokens = int(distributed.sum(sum(map(count_tokens, rollouts))))
         if num_tokens == 0:
-            reason = "there was nothing to read, no room behind it for an answer (--max-new-tokens, --max-model-len)"
+            reason = "there was nothing to read, or no room behind it for an answer (--max-new-tokens, --max-model-len)"
             if getattr(self.task, "TeamEnv", None):
-                reason += ", or the environment has dropped all episodes"
+                reason += ", or the environment dropped all episodes"
             raise TaskError(f"nobody acted in update {step}: {reason}")
         metrics = team_metrics(rollouts, self.args.num_turns > 1) | agent_metrics(metrics, critic_metrics)
         if hasattr(self.task, "TeamEnv") and len(rollouts) > 1:  # seats of a game, or of an environment
