@@ -29,7 +29,7 @@ class PeerRun:
         config = {"command": [f"benchmark/{self.script}.py", *sys.argv[1:]]}
         config["args"] = args | {"output_dir": str(self.folder)}
         config["versions"] = versions() | {package: importlib.metadata.version(package)}
-        config["git_commit"] = git_commit()
+        config["git_commit"] = git_commit(__file__)
         write_whole(self.folder / "config.json", json.dumps(config, indent=2, default=str) + "\n")
 
     def write(self, row):

@@ -101,7 +101,7 @@ def unreachable(*_, **__):
 @pytest.fixture(autouse=True)
 def surroundings(in_tmp_path, monkeypatch):
     """No network, and nothing that takes minutes."""
-    monkeypatch.setattr(utils.run.folder, "git_commit", lambda: None)
+    monkeypatch.setattr(utils.run.folder, "git_commit", lambda script: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **named: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
