@@ -121,7 +121,7 @@ def watch_memory(script, updates, folder):
     log = Run.log
     resident = []
 
-    def watch(*values):
+    def watch(*values, **__):
         log(*values)
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]))
 
