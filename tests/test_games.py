@@ -15,7 +15,7 @@ import ppo_llm
 from utils import models, tasks
 from utils.cli import UserError
 from utils.enjoy import show
-from utils.envs import open_spiel, pettingzoo
+from utils.envs import open_spiel, pettingzoo, textarena
 from utils.run.metrics import seat_metrics
 from utils.same import timeless
 
@@ -232,7 +232,6 @@ def test_a_seat_of_textarena_is_told_who_says_what():
 
 
 def test_numpys_chance_in_textarena_is_the_matchs():
-    textarena = pytest.importorskip("utils.envs.textarena")
     drawn = []
     env = SimpleNamespace(reset=lambda num_players, seed: drawn.append(np.random.rand()))
     state = np.random.get_state()[1].tolist()

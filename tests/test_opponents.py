@@ -225,11 +225,11 @@ def test_opponents_that_have_learned_since_are_said(tmp_path, capsys):
     train(tmp_path / "other", pause_at=1)
     train(tmp_path / "run", **against(tmp_path / "other", pause_at=1))
     train(resume=str(tmp_path / "run"), **against(tmp_path / "other", pause_at=2))
-    said = f"--opponent-run {tmp_path / 'other'} has learned since, from update_000001 to update_000002: "
-    assert said not in capsys.readouterr().out
+    line = f"--opponent-run {tmp_path / 'other'} has learned since, from update_000001 to update_000002: "
+    assert line not in capsys.readouterr().out
     train(resume=str(tmp_path / "other"), pause_at=2)
     train(resume=str(tmp_path / "run"), **against(tmp_path / "other"))
-    assert capsys.readouterr().out.count(said) == 1
+    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_what_is_earned_without_a_move_counts_as_the_win_does():

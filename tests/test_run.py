@@ -22,9 +22,10 @@ from safetensors.torch import load_file
 from short_runs import SCRIPTS, Faulty, assert_one_line, every_script, return_none, reward_length, small_model, train
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from utils import distributed
 from utils.cli import TaskError, UserError
 from utils.files import lock, read_lines
-from utils.run import failures, folder, report
+from utils.run import failures, folder, log, report
 from utils.same import timeless
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -180,6 +181,29 @@ def test_a_task_that_fails_ends_the_run_in_a_line_with_what_was_learned(script, 
     assert len(read_metrics("run")) == 2 and Path("run/agent_1").is_dir()
     train(script, resume="run")
     assert_same(Path("run"), undisturbed(script))
+
+
+def test_a_signal_in_the_last_update_ends_a_run_as_one_that_is_done(capsys):
+    def interrupt(items):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [0.5] * len(items)
+
+    _, run = train("ippo", Faulty(interrupt, 3))
+    assert run.step == run.num_updates == 3 and "go on" not in capsys.readouterr().out
+
+
+def test_samples_say_what_was_earned_without_a_move(monkeypatch):
+    monkeypatch.setattr(log, "read_transcript", lambda _, rollout, k: (["read"], [1.0] if rollout.answers[k] else []))
+    rollouts = [SimpleNamespace(answers=[["a"]]), SimpleNamespace(answers=[[]])]
+    monkeypatch.setattr(log, "episode_rewards", lambda rollout, _: torch.tensor([1.0 if rollout.answers[0] else -1.0]))
+    (sample,) = log.joint_samples([{}], [SimpleNamespace(tokenizer=None)], rollouts, several_turns=True)
+    assert sample["earned"] == [1.0, -1.0] and sample["rewards"] == [[1.0], []] and sample["reward"] == 0
+
+
+def test_what_was_not_measured_is_nan():
+    x = torch.ones(2, 3)
+    assert distributed.explained_variance(x, x, torch.zeros(2, 3)).isnan()
+    assert distributed.explained_variance(x, x, x) == 1
 
 
 def test_the_keyboard_ends_a_run_with_what_was_learned():

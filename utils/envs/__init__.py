@@ -264,7 +264,7 @@ def as_chat(observation):
 
 def guarded(TeamEnv, label):
     """A user's class TeamEnv, whose errors and wrong returns are TaskErrors of one line."""
-    told = []
+    notices = []
 
     class GuardedEnv:
         def __init__(self, task, items, args):
@@ -305,9 +305,9 @@ def guarded(TeamEnv, label):
             observations = self.check_observations(observations, "step")
             self.steps_left -= 1
             if self.steps_left == 0 and any(own.keys() - truncated for own in observations):
-                if not told:
+                if not notices:
                     distributed.say(f"{label} goes on after --num-turns: an environment ends its episodes by itself")
-                told.append(label)
+                notices.append(label)
             return observations, self.check_rewards(rewards), truncated
 
         def check_observations(self, observations, method):

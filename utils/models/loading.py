@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -134,8 +135,9 @@ def loading(flag, name):
         with without_bars():
             yield
     except Exception as error:
-        if (Path(name) / "agent_0").is_dir():
-            raise UserError(f"{flag} {name} is a run; its agents are {Path(name) / 'agent_0'} ...") from error
+        agent = os.path.join(name, "agent_0")
+        if os.path.isdir(agent):
+            raise UserError(f"{flag} {name} is a run; its agents are {agent} ...") from error
         raise UserError(f"{flag} {name} can't be loaded: {one_line(error, 1000)}") from error
 
 

@@ -107,10 +107,10 @@ def check_same_flags(folder, args):
 
 def check_same_task(folder, task):
     """Raise UserError where a run was made from Python with another task, or other rows, than are here."""
-    there = read_json(folder / "config.json").get("task", task)
-    if there != task:
+    own_task = read_json(folder / "config.json").get("task", task)
+    if own_task != task:
         goes_on = "main(Args(resume=..., and all its flags), task=..., train_dataset=...) goes on with what it had"
-        raise UserError(f"--resume: {folder} is a run of {there}, and here is {task}; {goes_on}")
+        raise UserError(f"--resume: {folder} is a run of {own_task}, and here is {task}; {goes_on}")
 
 
 def is_run(folder):
