@@ -341,17 +341,17 @@ def critic_forward(agent, rollout, rows, hidden_states):
     return models.unflatten(agent.value_head(hidden_states), sampled)
 
 
-def td_error(rewards, values, is_first, gamma):
-    """The temporal difference error from each first token of an answer to that of the next; V = 0 after the last one.
+def td_error(rewards, values, acted, gamma):
+    """The temporal difference error from each answer of an agent to its next; V = 0 after the last one.
 
-    All tensors are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; both 0 elsewhere.
+    All tensors are [B, T + 1]. Returns (advantages, returns), with returns = A + V the critic's targets; else both 0.
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
-    for column in reversed(range(values.shape[1])):
-        advantages[:, column] = rewards[:, column] + gamma * next_value - values[:, column]
-        next_value = torch.where(is_first[:, column] > 0, values[:, column], next_value)
-    return advantages * is_first, (advantages + values) * is_first
+    for t in reversed(range(values.shape[1])):
+        advantages[:, t] = rewards[:, t] + gamma * next_value - values[:, t]
+        next_value = torch.where(acted[:, t] > 0, values[:, t], next_value)
+    return advantages * acted, (advantages + values) * acted
 
 
 @timed
@@ -359,8 +359,6 @@ def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
     is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of an answer
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    start = (is_first * columns).cummax(1).values.long()  # [B, S] column of the latest answer's first token, or 0
 
     # 1. Rewards, in standard deviations of what an episode earns
     rewards = rollout.rewards
@@ -370,30 +368,30 @@ def learn(agent, rollout, args, generator):
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)
 
     # 2. m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. V = critic + m_k
-    rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
-    baseline = torch.zeros_like(rewards)
-    for k in range(1, distributed.max(rollout.turns) + 1):
-        in_turn = is_first * (rollout.turns == k)
-        baseline += in_turn * distributed.masked_mean(rewards_to_go, in_turn)  # m_k, own episode included
+    num_turns = distributed.max(rollout.turns)  # T
+    acted = (models.sum_by_turn(mask, rollout.turns, num_turns) > 0).float()  # [B, T + 1] 1 in column k: in turn k
+    rewards_to_go = models.sum_by_turn(rewards, rollout.turns, num_turns).flip(1).cumsum(1).flip(1)
+    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k, own episode included; m_0 = 0
 
-    # 3. Log-probabilities and values before the update; values count on the first token of an answer alone
+    # 3. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
     ref_logprobs = torch.zeros_like(mask)
-    old_values = torch.zeros_like(mask)
+    old_values = torch.zeros_like(rewards_to_go)  # [B, T + 1] V of an answer, read before its first token
     with torch.no_grad():
         for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rows, args)
-            old_values[rows] = baseline[rows] + critic_forward(agent, rollout, rows, hidden_states)
+            values = critic_forward(agent, rollout, rows, hidden_states) * is_first[rows]
+            old_values[rows] = m + models.sum_by_turn(values, rollout.turns[rows], num_turns)
 
     # 4. Advantages. Another algorithm puts its own here
     token_rewards = rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask
-    answer_rewards = torch.zeros_like(mask).scatter_add(1, start, token_rewards)  # r_t, on an answer's first token
-    advantages, returns = td_error(answer_rewards, old_values, is_first, args.gamma)
+    answer_rewards = models.sum_by_turn(token_rewards, rollout.turns, num_turns)  # [B, T + 1] r_t
+    advantages, returns = td_error(answer_rewards, old_values, acted, args.gamma)
     if args.advantage_normalization:
-        mean, std = distributed.mean_std(advantages, is_first)
+        mean, std = distributed.mean_std(advantages, acted)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)
-    advantages = advantages.gather(1, start)  # a sampled token has that of its answer; mask hides the rest
+    advantages = advantages.gather(1, rollout.turns)  # [B, S] a sampled token has that of its answer, one it read has 0
 
     # 5. Optimiser steps
     losses = []
@@ -402,17 +400,18 @@ def learn(agent, rollout, args, generator):
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process, as gradients average
-            num_answers = distributed.mean(is_first[minibatch].sum()).clamp(min=1e-6)
+            num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_answers
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
 
-                values = baseline[rows] + critic_forward(agent, rollout, rows, hidden_states)
+                values = critic_forward(agent, rollout, rows, hidden_states) * is_first[rows]
+                values = m + models.sum_by_turn(values, rollout.turns[rows], num_turns)
                 change = (values - old_values[rows]).clamp(-args.value_clip_range, args.value_clip_range)
                 clipped_values = old_values[rows] + change
                 error = torch.max((values - returns[rows]) ** 2, (clipped_values - returns[rows]) ** 2)
-                value_loss = (error * is_first[rows]).sum() / num_answers
+                value_loss = (error * acted[rows]).sum() / num_answers
 
                 loss = policy_loss - args.entropy_coef * mean_entropy + args.value_loss_coef * value_loss
                 loss.backward()  # gradients of micro-batches add up
@@ -435,7 +434,7 @@ def learn(agent, rollout, args, generator):
         "grad_norm": grad_norms[0],  # of the actor
         "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),
         "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
-        "explained_variance": distributed.explained_variance(returns, old_values, is_first),
+        "explained_variance": distributed.explained_variance(returns, old_values, acted),
     }
 
 

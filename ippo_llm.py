@@ -372,12 +372,11 @@ def learn(agent, rollout, args, generator):
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)
 
     # 2. m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. V = critic + m_k
-    rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
-    baseline = torch.zeros_like(rewards)
-    for k in range(1, distributed.max(rollout.turns) + 1):
-        in_turn = (rollout.turns == k).float()
-        is_first = in_turn * (in_turn.cumsum(1) == 1)  # the first token of the turn: each episode counts once
-        baseline += in_turn * distributed.masked_mean(rewards_to_go, is_first)  # m_k, own episode included
+    num_turns = distributed.max(rollout.turns)  # T
+    acted = (models.sum_by_turn(mask, rollout.turns, num_turns) > 0).float()  # [B, T + 1] 1 in column k: in turn k
+    rewards_to_go = models.sum_by_turn(rewards, rollout.turns, num_turns).flip(1).cumsum(1).flip(1)
+    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k, own episode included; m_0 = 0
+    baseline = m[rollout.turns]  # [B, S]
 
     # 3. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too

@@ -358,15 +358,15 @@ def learn(agent, rollout, args, generator):
             old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
 
-    # 2. Returns of turns, R_t, in column t; column 0 stands for what was read
-    rewards = rollout.rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask
+    # 2. Returns, R_t in column t; column 0 stands for what was read
+    token_rewards = rollout.rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask
     num_turns = distributed.max(rollout.turns)  # T
-    returns = rewards.new_zeros(len(rewards), num_turns + 1).scatter_add(1, rollout.turns, rewards)
-    for t in reversed(range(1, returns.shape[1] - 1)):
+    returns = models.sum_by_turn(token_rewards, rollout.turns, num_turns)  # [B, T + 1] r_t, and by this loop R_t:
+    for t in reversed(range(1, num_turns)):
         returns[:, t] += args.gamma * returns[:, t + 1]
 
     # 3. Advantages. Another algorithm puts its own here
-    acted = torch.zeros_like(returns).scatter(1, rollout.turns, mask)
+    acted = (models.sum_by_turn(mask, rollout.turns, num_turns) > 0).float()  # [B, T + 1] 1 in column k: in turn k
     advantages = group_advantages(returns, acted, args).gather(1, rollout.turns)  # [B, S] a token has that of its turn
 
     # 4. Optimiser steps

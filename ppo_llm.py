@@ -396,28 +396,6 @@ def sum_by_action(x, start):
     return torch.zeros_like(x).scatter_add(1, start, x)
 
 
-def mean_rewards_to_go(rewards, turns, is_first, is_last, is_cut_end):
-    """m_k on the tokens of turn k, [B, S]: the mean that episodes earn from turn k on where the agent acts in it.
-
-    In self-play with seats that move one after the other a turn is of one seat, and so is its m_k. Behind a transcript
-    that was cut, whose last turn is k: what episodes that go on earn from their next action on; if none does, m_k.
-    """
-    rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
-    last_turn = turns.amax(1, keepdim=True)  # [B, 1]
-    baseline = torch.zeros_like(rewards)
-    for k in range(1, distributed.max(turns) + 1):
-        in_turn = turns == k
-        m_k = distributed.masked_mean(rewards_to_go, is_first * in_turn)  # 0 if nobody acts in turn k
-        baseline += in_turn * m_k
-        # A cut episode has the reward of its answer k already: the mean of what others earn after theirs
-        acts_again = is_last * in_turn * (last_turn > k)
-        m_after_k = m_k
-        if distributed.max(acts_again):
-            m_after_k = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), acts_again)
-        baseline += is_cut_end * (last_turn == k) * m_after_k
-    return baseline
-
-
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
@@ -444,13 +422,23 @@ def learn(agent, rollout, args, generator):
     is_cut_end = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
     places = (mask > 0) | is_cut_end  # [B, S] sampled tokens and cut ends: what step 4 reads
 
-    # 3. Rewards, and the baseline m_k. V = m_k + critic; the critic's output starts at 0, so that V starts at m_k
+    # 3. Rewards, and m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. V = critic + m_k
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
-    baseline_turns = rollout.turns if args.turn_baseline else rollout.turns.clamp(max=1)  # all turns as one
-    baseline = mean_rewards_to_go(rewards, baseline_turns, is_first, is_last, is_cut_end)
+    num_turns = distributed.max(rollout.turns)  # T
+    acted = (models.sum_by_turn(mask, rollout.turns, num_turns) > 0).float()  # [B, T + 1] 1 in column k: in turn k
+    rewards_to_go = models.sum_by_turn(rewards, rollout.turns, num_turns).flip(1).cumsum(1).flip(1)
+    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k, own episode included; m_0 = 0
+    # Behind an episode that was cut after turn k: what those earn after turn k that act again; if none does, m_k
+    last_turn = rollout.turns.amax(1, keepdim=True)  # [B, 1]
+    acts_again = acted * (torch.arange(num_turns + 1, device=mask.device) < last_turn)
+    m_after = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), acts_again, dim=0)
+    m_after = m_after.where(distributed.masked_mean(acts_again, acted, dim=0) > 0, m)
+    if not args.turn_baseline:
+        m = m_after = distributed.masked_mean(rewards_to_go, acted).expand_as(m)
+    baseline = m[rollout.turns] * mask + m_after[last_turn] * is_cut_end  # [B, S]
 
     # 4. Log-probabilities and values before the update: one pass of actor, critic and, with a KL loss, reference
     old_logprobs = torch.zeros_like(mask)
