@@ -23,10 +23,10 @@ has both); s, m_k and the KL penalty are additions. Without the normalisation fl
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-Models stay in eval mode but for --lora-dropout. log pi is of logits / temperature over all tokens, whatever --top-p is.
-With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
-Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, D units of a hidden state.
-Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
+log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
+passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
+Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, n sampled ones of some rows,
+T turns, D units of a hidden state. Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
 """
 
 import sys
@@ -85,7 +85,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0
     value_loss_coef: NonNegativeFloat = 0.5
-    value_clip_range: PositiveOrInf = 0.2  # PPO's clip of values around V_old; inf: no clip
+    value_clip_range: PositiveOrInf = 0.2  # PPO's clip of values around V_old, in their units; inf: no clip
     actor_learning_rate: NonNegativeFloat = 5e-4
     critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
@@ -129,7 +129,7 @@ def external_transition(item, agent_completions):
     return None
 
 
-# --- The agent --------------------------------------------------------------------------------------------------------
+# --- Agents and their environment -------------------------------------------------------------------------------------
 
 
 class Agent:
@@ -151,15 +151,13 @@ class Agent:
         self.state = {"s": 0.0}  # the last s; what is in here is saved with the run
 
 
-# --- The environment --------------------------------------------------------------------------------------------------
-
-
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
-    messages or a string. An agent acts in the episodes of its dict; one in no dict has ended, one that lacks room is in
-    no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    messages or a string. An agent acts in the episodes of its dict, and waits in others. An episode in no dict has
+    ended; one without room for an answer is in no action. Optional: `failed`, a set of episodes not to learn from.
+    Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -180,20 +178,20 @@ class TeamEnv:
     def observe(self, chats):
         """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
         for b in chats:
-            for own, chat in zip(self.histories[b], chats[b]):
-                own.append(chat)
+            for history, chat in zip(self.histories[b], chats[b]):
+                history.append(chat)
         return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts: there agents read a last observation, act no more, and are paid no more. A task cuts none.
+        cuts: there agents read a last observation, act no more, and earn no more. A task cuts none.
         """
         episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
-            for own, answers in zip(self.histories[b], actions):
-                own.append(answers[b])
+            for history, answers in zip(self.histories[b], actions):
+                history.append(answers[b])
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
@@ -237,10 +235,10 @@ class Rollout:
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
-    truncated: torch.Tensor  # [B] True where the episode was cut; learned from as if it had ended
+    truncated: torch.Tensor  # [B] True where the episode was cut; for metrics: here it is as if it had ended
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time, [] of none; --use-vllm: vLLM replaces it
+@models.in_chunks_or_by_vllm  # gets --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM is in its place
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -288,7 +286,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat's ids, cut at the longest context; first an end token if the last answer lacks one
+                    # An end token if the last answer lacks one, the chat, the start of an answer; cut at the context
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -319,19 +317,19 @@ def play(agents, task, items, args, generator):
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
-def policy_forward(policy, rollout, rows, args):
-    """log pi of each token and the entropy of its distribution, [rows, S], and hidden states they come from, [n, D].
+def sum_by_turn(x, turns, last_turn):
+    """Sums of x [B, S] over the tokens of each turn, [B, T + 1], in column k of turn k; column 0: tokens of no turn."""
+    return x.new_zeros(len(x), last_turn + 1).scatter_add(1, turns, x)
 
-    They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
-    """
+
+def policy_forward(policy, rollout, rows, args):
+    """log pi of each sampled token and its distribution's entropy, [rows, S], else 0; its hidden states, [n, D]."""
     sampled = rollout.turns[rows] > 0
-    # [n, vocabulary]: all logits[:, :-1][sampled[:, 1:]], which predict those tokens; padding is left out
+    # Token t is predicted at t - 1: all logits[:, :-1][sampled[:, 1:]], [n, vocabulary]; no others are computed
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
-    entropy = pi.entropy()
-    if not args.entropy_coef:
-        entropy = entropy.detach()  # it is a metric only
+    entropy = pi.entropy() if args.entropy_coef else pi.entropy().detach()  # without the bonus a metric only
     return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled), out.hidden_states
 
 
@@ -363,6 +361,8 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
+    last_turn = distributed.max(rollout.turns)  # T, at most --num-turns
+    acted = (sum_by_turn(mask, rollout.turns, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 
     # 1. Rewards, in standard deviations of what an episode earns
     rewards = rollout.rewards
@@ -371,17 +371,16 @@ def learn(agent, rollout, args, generator):
         agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)
 
-    # 2. m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. V = critic + m_k
-    num_turns = distributed.max(rollout.turns)  # T
-    acted = (models.sum_by_turn(mask, rollout.turns, num_turns) > 0).float()  # [B, T + 1] 1 in column k: in turn k
-    rewards_to_go = models.sum_by_turn(rewards, rollout.turns, num_turns).flip(1).cumsum(1).flip(1)
-    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k, own episode included; m_0 = 0
+    # 2. m_k: the mean of what is still earned from turn k on, own episode included. V = critic + m_k, so that the
+    #    critic learns only what differs from it; zeros in place of baseline leave m_k out
+    rewards_to_go = sum_by_turn(rewards, rollout.turns, last_turn).flip(1).cumsum(1).flip(1)
+    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
     baseline = m[rollout.turns]  # [B, S]
 
     # 3. Log-probabilities and values before the update
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
     ref_logprobs = torch.zeros_like(mask)
-    old_values = torch.zeros_like(mask)
+    old_values = torch.zeros_like(rewards)
     with torch.no_grad():
         for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, rows, args)
@@ -401,11 +400,11 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process, as gradients average
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as gradients
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens
-                mean_entropy = (entropy * mask[rows]).sum() / num_tokens
+                mean_entropy = entropy.sum() / num_tokens
 
                 values = baseline[rows] + critic_forward(agent, rollout, rows, hidden_states)
                 change = (values - old_values[rows]).clamp(-args.value_clip_range, args.value_clip_range)

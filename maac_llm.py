@@ -4,17 +4,17 @@ Each agent has its own actor; the team has one critic, a model of its own. h_t, 
 team has read and written before it answers in turn t. Actor i reads its own part of it, h_t^i, and gives answer a_t^i;
 log pi sums over its tokens. In the order of `learn`:
 
-    s       = max(std over episodes of what the agents earn on average, 0.98 * s of the last update)
-    e_t     = (mean of what the agents earn in turn t, where opposite rewards cancel) / (s + reward_norm_eps)
+    s       = max(std over episodes of the sum over turns of the agents' mean reward, 0.98 * s of the last update)
+    e_t     = (the agents' mean reward of turn t, where opposite rewards cancel) / (s + reward_norm_eps)
     m_t     = mean over the episodes that have a turn t of the sum of e_j, j >= t
     V(h_t)  = critic(h_t) + m_t
-    r_t     = e_t - kl_coef (sum over agents of log pi_old - log pi_ref)
-    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, of all agents; V_old = 0 after the last turn
+    r_t     = e_t - kl_coef * sum over agents of (log pi_old - log pi_ref)
+    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, shared by all agents; V_old = 0 after the last turn
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
-    actor i   maximises  (mean of log pi(a_t^i|h_t^i) A'_t) + entropy_coef * (mean over its tokens of H)
+    actor i   maximises  (mean of log pi(a_t^i|h_t^i) A'_t) + entropy_coef * (mean over its sampled tokens of H)
     critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-The losses' means are over the turns of a mini-batch in which any agent acts. pi_old, V_old, r and A are from before the
+Other means are over the turns of a mini-batch in which any agent acts. pi_old, V_old, r and A are from before the
 optimiser steps; later steps are off-policy. As on CoMLRL's page the policy loss has no probability ratio and no clip
 (ppo_llm.py has both); s, m_t and the KL penalty are additions. Without the normalisation flags e_t is not divided, and
 A' = A.
@@ -22,8 +22,8 @@ A' = A.
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-Models stay in eval mode but for --lora-dropout. log pi is of logits / temperature over all tokens, whatever --top-p is.
-With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
+log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
+passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
 """
@@ -124,7 +124,7 @@ def external_transition(item, agent_completions):
     return None
 
 
-# --- The agent --------------------------------------------------------------------------------------------------------
+# --- Agents and their environment -------------------------------------------------------------------------------------
 
 
 class Agent:
@@ -146,20 +146,18 @@ class Critic:
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
         self.value_head = models.ValueHead(self.critic, args)  # a layer, [n, D] to [n]; starts at 0
-        self.state = {"s": 0.0}  # the last s, which rewards are divided by; what is in here is saved with the run
+        self.state = {"s": 0.0}  # the last s, which the team's rewards are divided by; what is in here is saved
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
-
-
-# --- The environment --------------------------------------------------------------------------------------------------
 
 
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
-    messages or a string. An agent acts in the episodes of its dict; one in no dict has ended, one that lacks room is in
-    no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    messages or a string. An agent acts in the episodes of its dict, and waits in others. An episode in no dict has
+    ended; one without room for an answer is in no action. Optional: `failed`, a set of episodes not to learn from.
+    Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -180,20 +178,20 @@ class TeamEnv:
     def observe(self, chats):
         """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
         for b in chats:
-            for own, chat in zip(self.histories[b], chats[b]):
-                own.append(chat)
+            for history, chat in zip(self.histories[b], chats[b]):
+                history.append(chat)
         return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts: there agents read a last observation, act no more, and are paid no more. A task cuts none.
+        cuts: there agents read a last observation, act no more, and earn no more. A task cuts none.
         """
         episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
-            for own, answers in zip(self.histories[b], actions):
-                own.append(answers[b])
+            for history, answers in zip(self.histories[b], actions):
+                history.append(answers[b])
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
@@ -237,10 +235,10 @@ class Rollout:
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; for metrics
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted: learn reads these
-    truncated: torch.Tensor  # [B] True where the episode was cut; learned from as if it had ended
+    truncated: torch.Tensor  # [B] True where the episode was cut; for metrics: here it is as if it had ended
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time, [] of none; --use-vllm: vLLM replaces it
+@models.in_chunks_or_by_vllm  # gets --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM is in its place
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -288,7 +286,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat's ids, cut at the longest context; first an end token if the last answer lacks one
+                    # An end token if the last answer lacks one, the chat, the start of an answer; cut at the context
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -319,61 +317,59 @@ def play(agents, task, items, args, generator):
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
-def policy_forward(policy, rollout, rows, args):
-    """log pi of each sampled token, given all that stands before it, and the entropy of its distribution, [rows, S].
+def sum_by_turn(x, turns, last_turn):
+    """Sums of x [B, S] over the tokens of each turn, [B, T + 1], in column k of turn k; column 0: tokens of no turn."""
+    return x.new_zeros(len(x), last_turn + 1).scatter_add(1, turns, x)
 
-    They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
-    """
+
+def policy_forward(policy, rollout, rows, args):
+    """log pi of each sampled token and its distribution's entropy, [rows, S], else 0."""
     sampled = rollout.turns[rows] > 0
-    # [n, vocabulary]: all logits[:, :-1][sampled[:, 1:]], which predict those tokens; padding is left out
+    # Token t is predicted at t - 1: all logits[:, :-1][sampled[:, 1:]], [n, vocabulary]; no others are computed
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
-    entropy = pi.entropy()
-    if not args.entropy_coef:
-        entropy = entropy.detach()  # it is a metric only
+    entropy = pi.entropy() if args.entropy_coef else pi.entropy().detach()  # without the bonus a metric only
     return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled)
 
 
-def critic_forward(critic, text, rows, num_turns):
-    """critic(h_t) in column t, [rows, T + 1], 0 in turns in which nobody acts. It reads this, of the agents that act:
+def critic_forward(critic, joint, rows, last_turn):
+    """critic(h_t) in column t, [rows, T + 1], 0 in turns in which nobody acts.
 
-    Agent 0 reads: prompt  Agent 1 reads: prompt  <end>  Agent 0 writes: answer  Agent 1 writes: answer
-    Agent 0 reads: reply   Agent 1 reads: reply   <end>  Agent 0 writes: answer  Agent 1 writes: answer
-
-    text has ids, attention_mask and marks, [B, S]; marks are t on the <end> of turn t, before which V(h_t) is read.
+    joint has ids, attention_mask and marks, [B, tokens of the longest]. Each turn is what the agents that act read, an
+    end token, and what they write; marks are t on that end token, before which V(h_t) is read, and 0 elsewhere.
     """
-    marks = text.marks[rows]
-    out = critic.critic.read(text.ids[rows], text.attention_mask[rows], before=marks > 0)
-    values = models.unflatten(critic.value_head(out.hidden_states), marks > 0)  # [rows, S]
-    return models.sum_by_turn(values, marks, num_turns)
+    marks = joint.marks[rows]
+    out = critic.critic.read(joint.ids[rows], joint.attention_mask[rows], before=marks > 0)
+    values = models.unflatten(critic.value_head(out.hidden_states), marks > 0)  # as marks
+    return sum_by_turn(values, marks, last_turn)
 
 
 @timed
 def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     masks = [(rollout.turns > 0).float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
-    num_turns = max(distributed.max(rollout.turns) for rollout in rollouts)  # T
-    # [B, T + 1] the mean over agents of what they earn in turn t, in column t; 0 in column 0, of tokens that they read
-    rewards = sum(models.earned_by_turn(rollout, num_turns) for rollout in rollouts) / len(agents)
-    num_sampled = sum(models.sum_by_turn(mask, rollout.turns, num_turns) for rollout, mask in zip(rollouts, masks))
-    played = (num_sampled > 0).float()  # [B, T + 1] 1 on turns in which anyone acted
+    # What the critic reads, of each agent in these words (see critic_forward); too long: an error
+    joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
+    last_turn = distributed.max(joint.marks)  # T, at most --num-turns
+    played = sum_by_turn((joint.marks > 0).float(), joint.marks, last_turn)  # [B, T + 1] 1 if anyone acted in turn t
 
-    # 1. Rewards, in standard deviations of what an episode earns
+    # 1. Rewards, [B, T + 1]: the mean over agents of what they earn in turn t, in standard deviations of an episode's
+    rewards = sum(models.earned_by_turn(rollout, last_turn) for rollout in rollouts) / len(agents)
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
         critic.state["s"] = max(float(std), 0.98 * critic.state["s"])  # falls slowly, or late noise would grow
         rewards = rewards / (critic.state["s"] + args.reward_norm_eps)  # e_t
 
-    # 2. m_t: what is still earned from turn t on, undiscounted, a mean over this rollout. V = critic + m_t
+    # 2. m_t: the mean of what is still earned from turn t on, own episode included. V = critic + m_t, so that the
+    #    critic learns only what differs from it; zeros in place of m leave m_t out
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
-    baseline = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1], 0 in turns that nobody played
+    m = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1] m_t in column t, 0 in column 0
 
-    # 3. Log-probabilities and values before the update
+    # 3. Log-probabilities and values before the update, and with them r_t
     metrics = []
-    text = models.join_transcripts(agents, rollouts, critic, num_turns)  # as critic_forward shows; too long: an error
     old_values = torch.zeros_like(rewards)
-    turn_rewards = rewards  # r_t, once each agent's KL penalty has come off
+    turn_rewards = rewards  # r_t, once each agent's KL penalty has been subtracted
     with torch.no_grad():
         for agent, rollout, mask in zip(agents, rollouts, masks):
             old_logprobs = torch.zeros_like(mask)  # for the KL penalty; for PPO's ratio keep them in a list
@@ -382,11 +378,11 @@ def learn(agents, critic, rollouts, args, generator):
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
             kl = old_logprobs - ref_logprobs
-            turn_rewards = turn_rewards - args.kl_coef * models.sum_by_turn(kl, rollout.turns, num_turns)
+            turn_rewards = turn_rewards - args.kl_coef * sum_by_turn(kl, rollout.turns, last_turn)
             ref_logprob = distributed.masked_mean(ref_logprobs, mask)
             metrics.append({"kl": distributed.masked_mean(kl, mask), "reference_logprob": ref_logprob})
-        for rows in text.attention_mask.sum(1).argsort().split(args.micro_batch_size):
-            old_values[rows] = (baseline + critic_forward(critic, text, rows, num_turns)) * played[rows]
+        for rows in joint.attention_mask.sum(1).argsort().split(args.micro_batch_size):
+            old_values[rows] = (m + critic_forward(critic, joint, rows, last_turn)) * played[rows]
 
     # 4. Advantages. Another algorithm puts its own here
     targets = (turn_rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) is 0 at the end
@@ -401,18 +397,18 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # per process, as gradients average
+            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as gradients
             num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1e-6) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
-                for agent, rollout, mask, count in zip(agents, rollouts, masks, num_tokens):
+                for agent, rollout, count in zip(agents, rollouts, num_tokens):
                     logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
-                    own_advantages = advantages[rows].gather(1, rollout.turns[rows])  # a token has that of its turn
-                    policy_loss = -(logprobs * own_advantages * mask[rows]).sum() / num_played
-                    mean_entropy = (entropy * mask[rows]).sum() / count
+                    answer_logprobs = sum_by_turn(logprobs, rollout.turns[rows], last_turn)  # log pi(a_t^i|h_t^i)
+                    policy_loss = -(answer_logprobs * advantages[rows] * played[rows]).sum() / num_played
+                    mean_entropy = entropy.sum() / count
                     loss = policy_loss - args.entropy_coef * mean_entropy
                     loss.backward()  # gradients of micro-batches add up
                     losses.append(torch.stack([policy_loss, mean_entropy]).detach())
-                values = baseline + critic_forward(critic, text, rows, num_turns)
+                values = m + critic_forward(critic, joint, rows, last_turn)
                 value_loss = ((values - targets[rows]) ** 2 * played[rows]).sum() / num_played
                 value_loss.backward()
                 value_losses.append(value_loss.detach())

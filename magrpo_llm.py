@@ -9,7 +9,7 @@ tokens. In the order of `learn`:
               or 0 where it does not act in turn t
     R_t     = r_t + gamma R_{t+1}                      R = 0 after its last turn
     A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
-    actor     maximises  (mean over answers of log pi(a_t|h_t) A_t) + entropy_coef * (mean over its tokens of H)
+    actor     maximises  (mean over answers of log pi(a_t|h_t) A_t) + entropy_coef * (mean over tokens of H)
 
 The means in the last row are over a mini-batch; A_t is from before the optimiser steps. --advantage-mode rloo compares
 with the mean of the group's other episodes, max with the best one, raw with nothing. As in the paper the policy loss
@@ -20,8 +20,8 @@ episodes of T turns. Here K episodes are played to their ends: after the first t
     python magrpo_llm.py --num-agents 2
     torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-Models stay in eval mode but for --lora-dropout. log pi is of logits / temperature over all tokens, whatever --top-p is.
-With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
+log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
+passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
 Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
 """
@@ -120,7 +120,7 @@ def external_transition(item, agent_completions):
     return None
 
 
-# --- The agent --------------------------------------------------------------------------------------------------------
+# --- Agents and their environment -------------------------------------------------------------------------------------
 
 
 class Agent:
@@ -137,15 +137,13 @@ class Agent:
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
 
-# --- The environment --------------------------------------------------------------------------------------------------
-
-
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
-    messages or a string. An agent acts in the episodes of its dict; one in no dict has ended, one that lacks room is in
-    no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    messages or a string. An agent acts in the episodes of its dict, and waits in others. An episode in no dict has
+    ended; one without room for an answer is in no action. Optional: `failed`, a set of episodes not to learn from.
+    Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -166,20 +164,20 @@ class TeamEnv:
     def observe(self, chats):
         """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
         for b in chats:
-            for own, chat in zip(self.histories[b], chats[b]):
-                own.append(chat)
+            for history, chat in zip(self.histories[b], chats[b]):
+                history.append(chat)
         return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts: there agents read a last observation, act no more, and are paid no more. A task cuts none.
+        cuts: there agents read a last observation, act no more, and earn no more. A task cuts none.
         """
         episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
-            for own, answers in zip(self.histories[b], actions):
-                own.append(answers[b])
+            for history, answers in zip(self.histories[b], actions):
+                history.append(answers[b])
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
@@ -223,10 +221,10 @@ class Rollout:
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
-    truncated: torch.Tensor  # [B] True where the episode was cut; learned from as if it had ended
+    truncated: torch.Tensor  # [B] True where the episode was cut; for metrics: here it is as if it had ended
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time, [] of none; --use-vllm: vLLM replaces it
+@models.in_chunks_or_by_vllm  # gets --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM is in its place
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -274,7 +272,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat's ids, cut at the longest context; first an end token if the last answer lacks one
+                    # An end token if the last answer lacks one, the chat, the start of an answer; cut at the context
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -305,19 +303,19 @@ def play(agents, task, items, args, generator):
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
-def policy_forward(policy, rollout, rows, args):
-    """log pi of each sampled token, given all that stands before it, and the entropy of its distribution, [rows, S].
+def sum_by_turn(x, turns, last_turn):
+    """Sums of x [B, S] over the tokens of each turn, [B, T + 1], in column k of turn k; column 0: tokens of no turn."""
+    return x.new_zeros(len(x), last_turn + 1).scatter_add(1, turns, x)
 
-    They are computed for the n tokens of these rows that were sampled; elsewhere they are 0 (models.unflatten).
-    """
+
+def policy_forward(policy, rollout, rows, args):
+    """log pi of each sampled token and its distribution's entropy, [rows, S], else 0."""
     sampled = rollout.turns[rows] > 0
-    # [n, vocabulary]: all logits[:, :-1][sampled[:, 1:]], which predict those tokens; padding is left out
+    # Token t is predicted at t - 1: all logits[:, :-1][sampled[:, 1:]], [n, vocabulary]; no others are computed
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
-    entropy = pi.entropy()
-    if not args.entropy_coef:
-        entropy = entropy.detach()  # it is a metric only
+    entropy = pi.entropy() if args.entropy_coef else pi.entropy().detach()  # without the bonus a metric only
     return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled)
 
 
@@ -358,16 +356,16 @@ def learn(agent, rollout, args, generator):
             old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
 
-    # 2. Returns, R_t in column t; column 0 stands for what was read
-    token_rewards = rollout.rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask
-    num_turns = distributed.max(rollout.turns)  # T
-    returns = models.sum_by_turn(token_rewards, rollout.turns, num_turns)  # [B, T + 1] r_t, and by this loop R_t:
-    for t in reversed(range(1, num_turns)):
+    # 2. Returns, R_t of turn t in column t
+    last_turn = distributed.max(rollout.turns)  # T, at most --num-turns
+    acted = (sum_by_turn(mask, rollout.turns, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
+    token_rewards = rollout.rewards - args.kl_coef * (old_logprobs - ref_logprobs)
+    returns = sum_by_turn(token_rewards, rollout.turns, last_turn)  # [B, T + 1] r_t, and by this loop R_t:
+    for t in reversed(range(1, last_turn)):
         returns[:, t] += args.gamma * returns[:, t + 1]
 
-    # 3. Advantages. Another algorithm puts its own here
-    acted = (models.sum_by_turn(mask, rollout.turns, num_turns) > 0).float()  # [B, T + 1] 1 in column k: in turn k
-    advantages = group_advantages(returns, acted, args).gather(1, rollout.turns)  # [B, S] a token has that of its turn
+    # 3. Advantages, [B, T + 1]. Another algorithm puts its own here
+    advantages = group_advantages(returns, acted, args)
 
     # 4. Optimiser steps
     losses = []
@@ -375,12 +373,13 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process, as gradients average
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as gradients
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
-                policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_answers
-                mean_entropy = (entropy * mask[rows]).sum() / num_tokens
+                answer_logprobs = sum_by_turn(logprobs, rollout.turns[rows], last_turn)  # log pi(a_t|h_t)
+                policy_loss = -(answer_logprobs * advantages[rows] * acted[rows]).sum() / num_answers
+                mean_entropy = entropy.sum() / num_tokens
                 loss = policy_loss - args.entropy_coef * mean_entropy
                 loss.backward()  # gradients of micro-batches add up
                 losses.append(torch.stack([policy_loss, mean_entropy]).detach())

@@ -6,18 +6,18 @@ has read and written before it samples a_t, its action, a token of turn k:
 
     r_t     = what it earns from a_t until its next action    (--reward-normalization: / its std over episodes)
     m_k     = mean of what it earns from turn k on     undiscounted, over episodes in which it acts in turn k
-    V(h_t)  = critic(h_t) + m_k                        m_k, own episode included, is not in PPO
+    V(h_t)  = critic(h_t) + m_k                        m_k is an addition to PPO: the critic learns what is left
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
     rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
     actor     minimises  mean of  max(-A' rho, -A' clip(rho, 1 - eps, 1 + eps)) + kl_loss_coef (exp(d) - d - 1)
                                   - entropy_coef H(pi(.|h_t))
-    critic    minimises  mean of  value_loss_coef / 2 max((V - R_t)^2, (V_clip - R_t)^2),  V: V(h_t) of now,
-                                  R_t = A_t + V_old(h_t), V_clip: V within eps of V_old(h_t)
+    critic    minimises  mean of  value_loss_coef / 2 max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
+                                  R_t = A_t + V_old(h_t), V_clip: V(h_t) within eps of V_old(h_t)
 
 Old:   pi_old, V_old, A and R are from before the optimiser steps; pi_ref is the reference.
 End:   after the last action V_old = 0 where the episode ends. Where it is cut, by its environment or for lack of room,
-       V_old is of all that was read and written, with m of what is earned from a next action on.
+       V_old is of all that was read and written, with m of what others earn from their next turn on (turn_baseline).
 A':    (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update);
        A without --advantage-normalization.
 Means: over a mini-batch; max(...), KL and H over its sampled tokens, the critic's over its actions.
@@ -29,8 +29,8 @@ Turns: with --action-granularity turn an action is an answer in r, V, delta and 
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
     torchrun --nproc-per-node 2 ppo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --actor-learning-rate 5e-4
 
-Models stay in eval mode but for --lora-dropout. log pi is of logits / temperature over all tokens, whatever --top-p is.
-With torchrun each process plays a share of the episodes; means and gradients are taken over all processes.
+log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
+passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process (in self-play times the agent's seats), S tokens of the longest transcript
 and one more, padded on the right, D units of a hidden state.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
@@ -118,8 +118,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# utils.envs.Games plays B of these as one TeamEnv. --num-turns ends a game, `truncated` cuts it. Tasks use the TeamEnv
-# below.
+# tasks.load_task makes a task of Env, whose TeamEnv, utils.envs.Games, plays B of these; `truncated` cuts a game,
+# --num-turns ends it. A task of --task has the TeamEnv below.
 
 
 class Env:
@@ -159,7 +159,7 @@ class Env:
         return observation, reward, self.num_guesses == 6, False, {}
 
 
-# --- The agent --------------------------------------------------------------------------------------------------------
+# --- Agents and their environment -------------------------------------------------------------------------------------
 
 
 class Agent:
@@ -183,15 +183,13 @@ class Agent:
         self.num_updates = num_updates
 
 
-# --- The environment --------------------------------------------------------------------------------------------------
-
-
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
     One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
-    messages or a string. An agent acts in the episodes of its dict; one in no dict has ended, one that lacks room is in
-    no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    messages or a string. An agent acts in the episodes of its dict, and waits in others. An episode in no dict has
+    ended; one without room for an answer is in no action. Optional: `failed`, a set of episodes not to learn from.
+    Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -212,20 +210,20 @@ class TeamEnv:
     def observe(self, chats):
         """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
         for b in chats:
-            for own, chat in zip(self.histories[b], chats[b]):
-                own.append(chat)
+            for history, chat in zip(self.histories[b], chats[b]):
+                history.append(chat)
         return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts: there agents read a last observation, act no more, and are paid no more. A task cuts none.
+        cuts: there agents read a last observation, act no more, and earn no more. A task cuts none.
         """
         episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
-            for own, answers in zip(self.histories[b], actions):
-                own.append(answers[b])
+            for history, answers in zip(self.histories[b], actions):
+                history.append(answers[b])
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
@@ -272,7 +270,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts at a time, [] of none; --use-vllm: vLLM replaces it
+@models.in_chunks_or_by_vllm  # gets --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM is in its place
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -320,7 +318,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat's ids, cut at the longest context; first an end token if the last answer lacks one
+                    # An end token if the last answer lacks one, the chat, the start of an answer; cut at the context
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -351,6 +349,11 @@ def play(agents, task, items, args, generator):
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
+def sum_by_turn(x, turns, last_turn):
+    """Sums of x [B, S] over the tokens of each turn, [B, T + 1], in column k of turn k; column 0: tokens of no turn."""
+    return x.new_zeros(len(x), last_turn + 1).scatter_add(1, turns, x)
+
+
 def policy_forward(policy, rollout, places, rows, args):
     """log pi(a_t|h_t) and the entropy of pi(.|h_t), [rows, S], and the hidden states they come from, [n, D].
 
@@ -361,9 +364,7 @@ def policy_forward(policy, rollout, places, rows, args):
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=places)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][places])
-    entropy = pi.entropy()
-    if not args.entropy_coef:
-        entropy = entropy.detach()  # it is a metric only
+    entropy = pi.entropy() if args.entropy_coef else pi.entropy().detach()  # without the bonus a metric only
     return models.unflatten(logprobs, places), models.unflatten(entropy, places), out.hidden_states
 
 
@@ -396,6 +397,25 @@ def sum_by_action(x, start):
     return torch.zeros_like(x).scatter_add(1, start, x)
 
 
+def turn_baseline(rewards, turns, is_cut_end, args):
+    """m_k on the tokens of turn k, [B, S]: the mean over episodes, own one included, of what is earned from turn k on.
+
+    At the cut end of an episode whose last turn is k: the mean of what others earn from their next turn after k on, or
+    m_k if none has one. In self-play with seats that move one after the other a turn is of one seat, and so is its m_k.
+    """
+    last_turn = distributed.max(turns)  # T
+    acted = (sum_by_turn((turns > 0).float(), turns, last_turn) > 0).float()  # [B, T + 1] 1 in column k: in turn k
+    rewards_to_go = sum_by_turn(rewards, turns, last_turn).flip(1).cumsum(1).flip(1)
+    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
+    own_last_turn = turns.amax(1, keepdim=True)  # [B, 1]
+    acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)
+    m_after = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), acts_again, dim=0)
+    m_after = m_after.where(distributed.masked_mean(acts_again, acted, dim=0) > 0, m)
+    if not args.turn_baseline:
+        m = m_after = distributed.masked_mean(rewards_to_go, acted).expand_as(m)
+    return m[turns] * (turns > 0) + m_after[own_last_turn] * is_cut_end
+
+
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
@@ -411,36 +431,26 @@ def learn(agent, rollout, args, generator):
         start = columns  # [B, S] the column in which a sampled token's action starts
     else:
         action_mask = is_first
-        start = (is_first * columns).cummax(1).values.long()
+        start = (is_first * columns).cummax(1).values.long()  # of the latest turn; what was read adds 0 there
         tokens_of_turn = sum_by_action(mask, start).gather(1, start).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": is_last}
         value_weights = reductions[args.turn_value_reduction]  # [B, S] weight of a token's V in V of its turn
 
-    # 2. Cut episodes: step 4 reads V in the column behind the last token too, and step 5 adds it to the last reward
+    # 2. Cut episodes: V behind the last token. Step 4 reads it, in the next column; step 5 adds it to the last reward
     last_action = (action_mask * columns).amax(1, keepdim=True).long()  # [B, 1] its column
     was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
     is_cut_end = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
     places = (mask > 0) | is_cut_end  # [B, S] sampled tokens and cut ends: what step 4 reads
 
-    # 3. Rewards, and m_k: what is still earned from turn k on, undiscounted, a mean over this rollout. V = critic + m_k
+    # 3. Rewards, and m_k, the mean of what is still earned from turn k on. The critic learns what is left
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
-    num_turns = distributed.max(rollout.turns)  # T
-    acted = (models.sum_by_turn(mask, rollout.turns, num_turns) > 0).float()  # [B, T + 1] 1 in column k: in turn k
-    rewards_to_go = models.sum_by_turn(rewards, rollout.turns, num_turns).flip(1).cumsum(1).flip(1)
-    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k, own episode included; m_0 = 0
-    # Behind an episode that was cut after turn k: what those earn after turn k that act again; if none does, m_k
-    last_turn = rollout.turns.amax(1, keepdim=True)  # [B, 1]
-    acts_again = acted * (torch.arange(num_turns + 1, device=mask.device) < last_turn)
-    m_after = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), acts_again, dim=0)
-    m_after = m_after.where(distributed.masked_mean(acts_again, acted, dim=0) > 0, m)
-    if not args.turn_baseline:
-        m = m_after = distributed.masked_mean(rewards_to_go, acted).expand_as(m)
-    baseline = m[rollout.turns] * mask + m_after[last_turn] * is_cut_end  # [B, S]
+    baseline = turn_baseline(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + baseline
 
-    # 4. Log-probabilities and values before the update: one pass of actor, critic and, with a KL loss, reference
+    # 4. Log-probabilities and values before the update: one pass of actor, critic and, with a KL loss, reference. The
+    #    sampler's own are not used: with --top-p or vLLM they differ
     old_logprobs = torch.zeros_like(mask)
     ref_logprobs = torch.zeros_like(mask)
     token_values = torch.zeros_like(mask)
@@ -474,7 +484,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # per process, as gradients average
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as gradients
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -568,7 +578,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             seats = opponents.seats(update) if opponents else players
             rollouts = play(seats, task, items, args, generator)
-            learned = zip(agents, models.join_rollouts(agents, seats, rollouts))
+            learned = zip(agents, models.join_rollouts(agents, seats, rollouts))  # rows of an agent's seats, in order
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in learned]
             if opponents:
                 metrics[0] |= opponents.metrics(update, rollouts)

@@ -223,11 +223,16 @@ def learn(script, game, folder, values="own", num_updates=1, **flags):
         return game.answers() if contexts else []
 
     def critic_forward(learner, rollout, *arguments):
-        rows = arguments[-2]
+        rows = arguments[1 if script is ppo_llm else 0]  # PPO's are behind the places that are read
         table = values_of(recorder.agents.index(learner))
+        turns = rollout.turns[rows]
         own_values = torch.full(rollout.ids[rows].shape, 100.0)
-        for k, t in (rollout.turns[rows] > 0).nonzero().tolist():
-            own_values[k, t] = table[*rollout.ids[rows][k, :t].tolist(), *rollout.turns[rows][k, :t].tolist()]
+        turn_values = torch.full((len(turns), 1 + int(rollout.turns.max())), 100.0)
+        for k, t in reversed((turns > 0).nonzero().tolist()):  # a turn's first token comes last
+            own_values[k, t] = table[*rollout.ids[rows][k, :t].tolist(), *turns[k, :t].tolist()]
+            turn_values[k, turns[k, t]] = own_values[k, t]
+        if script is iac_llm:
+            own_values = turn_values
         return own_values + 0 * learner.value_head[-1].bias  # it has a gradient, of 0
 
     @functools.cache
@@ -242,7 +247,7 @@ def learn(script, game, folder, values="own", num_updates=1, **flags):
         patch.setattr(torch, "randperm", lambda size, **_: torch.arange(size))
         if values == "true":
             patch.setattr(script, "critic_forward", critic_forward)
-            patch.setattr(distributed, "masked_mean", lambda x, mask, dim=(): x.new_tensor(0.0))  # no baseline
+            patch.setattr(distributed, "masked_mean", lambda x, mask, dim=(): torch.zeros_like(x.sum(dim)))
         sizes = {"rollout_buffer_size": len(PLAYS), "train_size": len(PLAYS), "mini_batch_size": 1, "eval_interval": 0}
         sizes |= {"micro_batch_size": 64, "num_agents": 2, "num_turns": 3, "max_new_tokens": LENGTH}
         sizes |= {"num_train_epochs": num_updates, "output_dir": str(folder)}

@@ -370,9 +370,11 @@ def learn(script, num_turns, values, folder, **flags):
         return look_up(tables, game, team.rollouts[i], i)
 
     def critic_forward(learner, rollout, *arguments):
-        rows = arguments[-2]  # before hidden states, or the number of turns
-        found = values_of(team.agents.index(learner) if learner in team.agents else None)
-        return found[rows] + 0 * learner.value_head[-1].bias  # it has a gradient, of 0
+        rows = arguments[1 if script is ppo_llm else 0]  # PPO's are behind the places that are read
+        found = values_of(team.agents.index(learner) if learner in team.agents else None)[rows]
+        if script is iac_llm:
+            found = of_turns(found, rollout.turns[rows], num_turns)
+        return found + 0 * learner.value_head[-1].bias  # it has a gradient, of 0
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "Run", lambda *_: team)
@@ -385,7 +387,7 @@ def learn(script, num_turns, values, folder, **flags):
             patch.setattr(script, "critic_forward", critic_forward)
         if values == "true":
             patch.setattr(distributed, "mean_std", lambda x, mask: x.new_tensor([0.0, 1.0]))
-            patch.setattr(distributed, "masked_mean", lambda x, mask, dim=(): x.new_tensor(0.0))
+            patch.setattr(distributed, "masked_mean", lambda x, mask, dim=(): torch.zeros_like(x.sum(dim)))
         args = make_args(script, num_turns, folder, **flags)
         script.main(args, task=game, model=build_model(), tokenizer=build_tokenizer())
     return team
@@ -427,6 +429,16 @@ def look_up(tables, game, rollout, i):
         values.scatter_(1, columns[:, t, :1], found[:, :1])
         values.scatter_(1, columns[:, t, 1:], found.gather(1, 1 + answers[t][:, :1]))
     return values
+
+
+def of_turns(values, turns, num_turns):
+    """Those of the first token of each turn, [B, T + 1]; 100 where they are not to count."""
+    table = torch.full((len(values), num_turns + 1), 100.0)
+    for b, k in itertools.product(range(len(values)), range(1, num_turns + 1)):
+        columns = [t for t, turn in enumerate(turns[b].tolist()) if turn == k]
+        if columns:
+            table[b, k] = values[b, columns[0]]
+    return table
 
 
 def look_up_jointly(tables, game, rollouts):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import ippo_llm
 from utils import distributed, models
 from utils.cli import UserError
-from utils.models import decode, encode, join_transcripts, pad_left, pad_right, sum_by_turn, unflatten
+from utils.models import decode, encode, join_transcripts, pad_left, pad_right, unflatten
 from utils.tasks.task import load_task, new_messages
 
 LETTERS = [chr(code) for code in range(33, 127)]
@@ -129,7 +129,10 @@ def test_places_and_turns():
     mask = torch.tensor([[False, True, False], [True, False, True]])
     assert unflatten(torch.tensor([1.0, 2.0, 3.0]), mask).tolist() == [[0, 1, 0], [2, 0, 3]]
     x = torch.tensor([[1.0, 2.0, 4.0, 8.0]])
-    assert sum_by_turn(x, torch.tensor([[0, 1, 2, 2]]), 3).tolist() == [[1, 2, 12, 0]]
+    assert ippo_llm.sum_by_turn(x, torch.tensor([[0, 1, 2, 2]]), 3).tolist() == [[1, 2, 12, 0]]
+
+
+FORMATS = ("Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
 
 
 def test_a_teams_transcripts_are_one_text_turn_by_turn(agent):
@@ -148,7 +151,7 @@ def test_a_teams_transcripts_are_one_text_turn_by_turn(agent):
     second = transcript(("Wait.", 0), (" so", 3))
     rollouts = [ippo_llm.Rollout(**pad_right([own], agent)) for own in (first, second)]
     critic = SimpleNamespace(critic=SimpleNamespace(tokenizer=tokenizer, device="cpu", config=config_of(200)))
-    text = join_transcripts([agent, agent], rollouts, critic, 3)
+    text = join_transcripts([agent, agent], rollouts, critic, *FORMATS)
     ids, attention_mask, turns = text.ids, text.attention_mask, text.marks
     end = tokenizer.eos_token
     assert tokenizer.decode(ids[0, attention_mask[0] > 0]) == (
@@ -160,7 +163,7 @@ def test_a_teams_transcripts_are_one_text_turn_by_turn(agent):
     assert ids[turns > 0].tolist() == [tokenizer.eos_token_id] * 2
     critic.critic.config = config_of(20)
     with pytest.raises(UserError, match="^the critic has 20 positions, and what the team reads and writes has "):
-        join_transcripts([agent, agent], rollouts, critic, 3)
+        join_transcripts([agent, agent], rollouts, critic, *FORMATS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,7 +176,7 @@ def test_a_teams_critic_reads_from_the_first_tokens_that_its_tokenizer_adds(kind
     transcript.answers.append("(")
     rollout = ippo_llm.Rollout(**pad_right([transcript], agent))
     critic = SimpleNamespace(critic=SimpleNamespace(tokenizer=tokenizer, device="cpu", config=config_of(200)))
-    text = join_transcripts([agent], [rollout], critic, 1)
+    text = join_transcripts([agent], [rollout], critic, *FORMATS)
     ids, turns = text.ids, text.marks
     right = tokenizer("Agent 0 reads:\nIt.\n\n").input_ids
     end = int(turns[0].argmax())

@@ -144,7 +144,7 @@ def test_the_end_token_of_a_teams_critic_may_be_number_0(tokenizer):
     transcript.answers.append("8")
     rollout = ippo_llm.Rollout(**models.pad_right([transcript], agent))
     critic = SimpleNamespace(critic=SimpleNamespace(tokenizer=own, device="cpu", config=small_model()[0].config))
-    text = models.join_transcripts([agent], [rollout], critic, 1)
+    text = models.join_transcripts([agent], [rollout], critic, "{} reads {}", "{} writes {}")
     assert text.ids[text.marks > 0].tolist() == [0]
 
 

@@ -14,7 +14,6 @@ from utils.models.transcripts import (
     logits_processors,
     pad_left,
     pad_right,
-    sum_by_turn,
     unflatten,
 )
 
@@ -39,6 +38,5 @@ __all__ = [
     "pad_left",
     "pad_right",
     "sampling",
-    "sum_by_turn",
     "unflatten",
 ]

@@ -265,15 +265,10 @@ def unflatten(x, mask):
     return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
-def sum_by_turn(x, turns, num_turns):
-    """Sums of x [B, S] over the tokens of each turn, [B, T + 1]: of turn t in column t, of those of no turn in 0."""
-    return x.new_zeros(len(x), num_turns + 1).scatter_add(1, turns, x)
-
-
-def earned_by_turn(rollout, num_turns):
+def earned_by_turn(rollout, last_turn):
     """What an agent earns in each turn, also where others act: [B, T + 1], turn t in column t."""
-    rows = [[own.get(turn, 0.0) for turn in range(num_turns + 1)] for own in rollout.earned]
-    return torch.tensor(rows, device=rollout.rewards.device).view(len(rows), num_turns + 1)
+    rows = [[own.get(turn, 0.0) for turn in range(last_turn + 1)] for own in rollout.earned]
+    return torch.tensor(rows, device=rollout.rewards.device).view(len(rows), last_turn + 1)
 
 
 def episode_rewards(rollout, dtype=torch.float32):
@@ -338,19 +333,19 @@ def concatenate(rollouts):
 
 
 @dataclass
-class TeamText:
-    """What a team's critic reads of B episodes."""
+class JointTranscripts:
+    """What a team's critic reads of B episodes, padded on the right."""
 
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     marks: torch.Tensor  # [B, S] t on the end token of turn t, 0 elsewhere
 
 
-def join_transcripts(agents, rollouts, critic, num_turns):
-    """The transcripts of a team as one text for each of B episodes, turn by turn: what agents 0, 1, ... read, an end
-    token, what they write. Returns a TeamText.
+def join_transcripts(agents, rollouts, critic, reads, writes):
+    """The transcripts of a team as one text for each of B episodes. Returns a JointTranscripts.
 
-    Raises UserError where the critic has no room for it.
+    In each turn stands what the agents that act read, an end token, and what they write, by the formats `reads` and
+    `writes` of an agent's number and its text. Raises UserError where the critic has no room for it.
     """
     tokenizer = critic.critic.tokenizer
     encode_text = lambda text: tokenizer(readable(text), add_special_tokens=False).input_ids  # noqa: E731
@@ -359,15 +354,13 @@ def join_transcripts(agents, rollouts, critic, num_turns):
     for b in range(len(rollouts[0].ids)):
         own_turns = [split_turns(rollout, b, agent) for agent, rollout in zip(agents, rollouts)]
         row = Row()
-        for turn in range(1, num_turns + 1):
+        for turn in sorted({turn for turns in own_turns for turn in turns}):
             acting = {i: turns[turn] for i, turns in enumerate(own_turns) if turn in turns}
-            if not acting:
-                continue
-            read = "".join(f"Agent {i} reads:\n{each.observation}\n\n" for i, each in acting.items())
-            read = encode_text(read) if row.ids else encode_prompt(read, tokenizer)
-            written = encode_text("".join(f"Agent {i} writes:\n{each.answer}\n\n" for i, each in acting.items()))
-            row.ids += [*read, end, *written]
-            row.turns += [0] * len(read) + [turn] + [0] * len(written)
+            before = "".join(reads.format(i, each.observation) for i, each in acting.items())
+            after = encode_text("".join(writes.format(i, each.answer) for i, each in acting.items()))
+            before = encode_text(before) if row.ids else encode_prompt(before, tokenizer)
+            row.ids += [*before, end, *after]
+            row.turns += [0] * len(before) + [turn] + [0] * len(after)
         check_known(row.ids, tokenizer, critic.critic.config)
         rows.append(row)
     room = getattr(critic.critic.config.get_text_config(), "max_position_embeddings", None)
@@ -375,7 +368,7 @@ def join_transcripts(agents, rollouts, critic, num_turns):
     if room and longest > room:
         raise UserError(f"the critic has {room} positions, and what the team reads and writes has {longest} tokens")
     padded = pad_right(rows, critic.critic)
-    return TeamText(padded["ids"], padded["attention_mask"], padded["turns"])
+    return JointTranscripts(padded["ids"], padded["attention_mask"], padded["turns"])
 
 
 @dataclass
