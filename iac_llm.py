@@ -1,12 +1,12 @@
 """Independent Actor-Critic (IAC) for a team of language models, in one file.
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
-actor (its loss trains the actor too) or a model of its own (--use-separate-critic). An agent gives answer a_t in turn
-k after h_t, all that it has read and written before; log pi(a_t|h_t) sums over its tokens. In the order of `learn`:
+actor (its loss trains the actor too) or a model of its own (--use-separate-critic). An agent's answer a_t, in turn k of
+the episode, comes after h_t, all that it has read and written before. log pi(a_t|h_t) sums over its tokens:
 
     s       = max(std over episodes of what it earns once it has acted, 0.98 * s of the last update)
     e_k     = (what it earns from its answer in turn k until its next one) / (s + reward_norm_eps)
-    m_k     = mean over the episodes in which it acts in turn k of the sum of its e_j, j >= k
+    m_k     = mean over the episodes in which it acts in turn k of the sum of its e_j, j >= k (undiscounted, no KL)
     V(h_t)  = critic(h_t) + m_k
     r_t     = e_k - kl_coef (log pi_old - log pi_ref)  of the answer a_t
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error; t + 1: its next answer; V_old = 0 after the last
@@ -152,10 +152,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
-    messages or a string. An agent acts in the episodes of its dict, and waits in others. An episode in no dict has
-    ended; one without room for an answer is in no action. Optional: `failed`, a set of episodes not to learn from.
-    Two agents in turn, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
+    a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
+    a string. An episode in no dict has ended. One in which an agent has no room for an answer is in no action.
+    Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -193,7 +193,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # load_task leaves out arguments that a function does not name; here it returns N lists of floats, one per agent
+        # load_task wraps these functions: they get the keywords that they name, and a list for the team becomes N lists
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
@@ -213,7 +213,7 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # of each token
+    rewards: list = field(default_factory=list)  # of each token; on an answer's last one all that is earned from it on
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
@@ -267,7 +267,7 @@ def generate(agent, contexts, args, generator):
 
 @timed
 def play(agents, task, items, args, generator):
-    """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
+    """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
     A transcript and its `turns` as turn 2 begins, with each other's answers shown; on <end> is what turn 1 earned:
 
@@ -284,14 +284,14 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, the chat, the start of an answer; cut at the context
+                    # An end token if the last answer lacks one, the chat in its template; never beyond the context
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -303,7 +303,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] is its latest answer's last token; before its first one, metrics only
+                    if own[b].answers:  # [-1] is its latest answer's last token, still; before its first: for metrics
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -315,15 +315,16 @@ def play(agents, task, items, args, generator):
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
-def sum_by_turn(x, turns, last_turn):
-    """Sums of x [B, S] over the tokens of each turn, [B, T + 1], in column k of turn k; column 0: tokens of no turn."""
-    return x.new_zeros(len(x), last_turn + 1).scatter_add(1, turns, x)
+def sum_by(index, x, last):
+    """Sums of x over the tokens of index k, in column k, [B, last + 1]. x and index, such as turns, are [B, S]."""
+    return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
     """log pi of each sampled token and its distribution's entropy, [rows, S], else 0; its hidden states, [n, D]."""
     sampled = rollout.turns[rows] > 0
-    # Token t is predicted at t - 1: all logits[:, :-1][sampled[:, 1:]], [n, vocabulary]; no others are computed
+    # Logits predict the next token: these are logits[:, :-1][sampled[:, 1:]], [n, vocabulary], with the hidden states
+    # that they come from, [n, D]. No others are computed
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -338,7 +339,7 @@ def critic_forward(agent, rollout, rows, hidden_states, last_turn):
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
     values = models.unflatten(agent.value_head(hidden_states), sampled)  # [rows, S]
     is_first = rollout.turns[rows] != pad(rollout.turns[rows, :-1], (1, 0))  # there h_t has been read, and no more
-    return sum_by_turn(values * is_first, rollout.turns[rows], last_turn)
+    return sum_by(rollout.turns[rows], values * is_first, last_turn)
 
 
 def td_error(rewards, values, acted, gamma):
@@ -359,10 +360,10 @@ def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
     last_turn = distributed.max(rollout.turns)  # T, at most --num-turns
-    acted = (sum_by_turn(mask, rollout.turns, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
+    acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 
     # 1. Rewards, in standard deviations of what an episode earns
-    rewards = sum_by_turn(rollout.rewards, rollout.turns, last_turn)  # [B, T + 1]
+    rewards = sum_by(rollout.turns, rollout.rewards, last_turn)  # [B, T + 1]
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
@@ -378,14 +379,15 @@ def learn(agent, rollout, args, generator):
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
+        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less to read
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rows, args)
             old_values[rows] = m + critic_forward(agent, rollout, rows, hidden_states, last_turn)
 
     # 4. Advantages. Another algorithm puts its own here
-    kl = sum_by_turn(old_logprobs - ref_logprobs, rollout.turns, last_turn)
-    advantages, returns = td_error(rewards - args.kl_coef * kl, old_values, acted, args.gamma)
+    kl = sum_by(rollout.turns, old_logprobs - ref_logprobs, last_turn)
+    turn_rewards = rewards - args.kl_coef * kl  # r_t
+    advantages, returns = td_error(turn_rewards, old_values, acted, args.gamma)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, acted)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)
@@ -396,11 +398,12 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as gradients
+            # Counts of an average process: gradients are averaged over processes, so that losses are means over all
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
-                answer_logprobs = sum_by_turn(logprobs, rollout.turns[rows], last_turn)  # log pi(a_t|h_t)
+                answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t|h_t)
                 policy_loss = -(answer_logprobs * advantages[rows] * acted[rows]).sum() / num_answers
                 mean_entropy = entropy.sum() / num_tokens
 
@@ -440,7 +443,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, as a mean over held-out items and agents; sampled from the same seed each time."""
+    """What an episode earns, a mean over held-out items and agents (0 if opposite); from the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 

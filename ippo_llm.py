@@ -6,7 +6,7 @@ turn k after h_t, which is all that it has read and written before. In the order
 
     s       = max(std over episodes of what it earns once it has acted, 0.98 * s of the last update)
     e_k     = (what it earns from its answer in turn k until its next one) / (s + reward_norm_eps)
-    m_k     = mean over the episodes in which it acts in turn k of the sum of its e_j, j >= k
+    m_k     = mean over the episodes in which it acts in turn k of the sum of its e_j, j >= k (undiscounted, no KL)
     V(h_t)  = critic(h_t) + m_k
     r_t     = -kl_coef (log pi_old - log pi_ref)       on every token; on the last one of turn k also + e_k
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next sampled token; V_old = 0 after the last
@@ -154,10 +154,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
-    messages or a string. An agent acts in the episodes of its dict, and waits in others. An episode in no dict has
-    ended; one without room for an answer is in no action. Optional: `failed`, a set of episodes not to learn from.
-    Two agents in turn, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
+    a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
+    a string. An episode in no dict has ended. One in which an agent has no room for an answer is in no action.
+    Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -195,7 +195,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # load_task leaves out arguments that a function does not name; here it returns N lists of floats, one per agent
+        # load_task wraps these functions: they get the keywords that they name, and a list for the team becomes N lists
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
@@ -215,7 +215,7 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # of each token
+    rewards: list = field(default_factory=list)  # of each token; on an answer's last one all that is earned from it on
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
@@ -269,7 +269,7 @@ def generate(agent, contexts, args, generator):
 
 @timed
 def play(agents, task, items, args, generator):
-    """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
+    """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
     A transcript and its `turns` as turn 2 begins, with each other's answers shown; on <end> is what turn 1 earned:
 
@@ -286,14 +286,14 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, the chat, the start of an answer; cut at the context
+                    # An end token if the last answer lacks one, the chat in its template; never beyond the context
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -305,7 +305,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] is its latest answer's last token; before its first one, metrics only
+                    if own[b].answers:  # [-1] is its latest answer's last token, still; before its first: for metrics
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -317,15 +317,16 @@ def play(agents, task, items, args, generator):
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
-def sum_by_turn(x, turns, last_turn):
-    """Sums of x [B, S] over the tokens of each turn, [B, T + 1], in column k of turn k; column 0: tokens of no turn."""
-    return x.new_zeros(len(x), last_turn + 1).scatter_add(1, turns, x)
+def sum_by(index, x, last):
+    """Sums of x over the tokens of index k, in column k, [B, last + 1]. x and index, such as turns, are [B, S]."""
+    return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
     """log pi of each sampled token and its distribution's entropy, [rows, S], else 0; its hidden states, [n, D]."""
     sampled = rollout.turns[rows] > 0
-    # Token t is predicted at t - 1: all logits[:, :-1][sampled[:, 1:]], [n, vocabulary]; no others are computed
+    # Logits predict the next token: these are logits[:, :-1][sampled[:, 1:]], [n, vocabulary], with the hidden states
+    # that they come from, [n, D]. No others are computed
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -344,7 +345,7 @@ def critic_forward(agent, rollout, rows, hidden_states):
 def gae(rewards, values, mask, gamma, gae_lambda):
     """Generalised advantage estimation along each row; columns with mask 0 are skipped, and V = 0 after the last.
 
-    All tensors are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; 0 where mask is 0.
+    All tensors are of one shape. Returns (advantages, returns), with returns = A + V the critic's targets; 0 by the mask.
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
@@ -362,7 +363,7 @@ def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
     last_turn = distributed.max(rollout.turns)  # T, at most --num-turns
-    acted = (sum_by_turn(mask, rollout.turns, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
+    acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 
     # 1. Rewards, in standard deviations of what an episode earns
     rewards = rollout.rewards
@@ -373,7 +374,7 @@ def learn(agent, rollout, args, generator):
 
     # 2. m_k: the mean of what is still earned from turn k on, own episode included. V = critic + m_k, so that the
     #    critic learns only what differs from it; zeros in place of baseline leave m_k out
-    rewards_to_go = sum_by_turn(rewards, rollout.turns, last_turn).flip(1).cumsum(1).flip(1)
+    rewards_to_go = sum_by(rollout.turns, rewards, last_turn).flip(1).cumsum(1).flip(1)
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
     baseline = m[rollout.turns]  # [B, S]
 
@@ -382,7 +383,7 @@ def learn(agent, rollout, args, generator):
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
+        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less to read
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rows, args)
             old_values[rows] = baseline[rows] + critic_forward(agent, rollout, rows, hidden_states)
@@ -400,7 +401,8 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as gradients
+            # Counts of an average process: gradients are averaged over processes, so that losses are means over all
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens
@@ -442,7 +444,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, as a mean over held-out items and agents; sampled from the same seed each time."""
+    """What an episode earns, a mean over held-out items and agents (0 if opposite); from the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 

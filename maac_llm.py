@@ -154,10 +154,10 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
-    messages or a string. An agent acts in the episodes of its dict, and waits in others. An episode in no dict has
-    ended; one without room for an answer is in no action. Optional: `failed`, a set of episodes not to learn from.
-    Two agents in turn, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
+    a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
+    a string. An episode in no dict has ended. One in which an agent has no room for an answer is in no action.
+    Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -195,7 +195,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # load_task leaves out arguments that a function does not name; here it returns N lists of floats, one per agent
+        # load_task wraps these functions: they get the keywords that they name, and a list for the team becomes N lists
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
@@ -215,7 +215,7 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # of each token
+    rewards: list = field(default_factory=list)  # of each token; on an answer's last one all that is earned from it on
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
@@ -269,7 +269,7 @@ def generate(agent, contexts, args, generator):
 
 @timed
 def play(agents, task, items, args, generator):
-    """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
+    """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
     A transcript and its `turns` as turn 2 begins, with each other's answers shown; on <end> is what turn 1 earned:
 
@@ -286,14 +286,14 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, the chat, the start of an answer; cut at the context
+                    # An end token if the last answer lacks one, the chat in its template; never beyond the context
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -305,7 +305,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] is its latest answer's last token; before its first one, metrics only
+                    if own[b].answers:  # [-1] is its latest answer's last token, still; before its first: for metrics
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -317,15 +317,16 @@ def play(agents, task, items, args, generator):
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
-def sum_by_turn(x, turns, last_turn):
-    """Sums of x [B, S] over the tokens of each turn, [B, T + 1], in column k of turn k; column 0: tokens of no turn."""
-    return x.new_zeros(len(x), last_turn + 1).scatter_add(1, turns, x)
+def sum_by(index, x, last):
+    """Sums of x over the tokens of index k, in column k, [B, last + 1]. x and index, such as turns, are [B, S]."""
+    return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
     """log pi of each sampled token and its distribution's entropy, [rows, S], else 0."""
     sampled = rollout.turns[rows] > 0
-    # Token t is predicted at t - 1: all logits[:, :-1][sampled[:, 1:]], [n, vocabulary]; no others are computed
+    # Logits predict the next token: these are logits[:, :-1][sampled[:, 1:]], [n, vocabulary], with the hidden states
+    # that they come from, [n, D]. No others are computed
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -342,7 +343,7 @@ def critic_forward(critic, joint, rows, last_turn):
     marks = joint.marks[rows]
     out = critic.critic.read(joint.ids[rows], joint.attention_mask[rows], before=marks > 0)
     values = models.unflatten(critic.value_head(out.hidden_states), marks > 0)  # as marks
-    return sum_by_turn(values, marks, last_turn)
+    return sum_by(marks, values, last_turn)
 
 
 @timed
@@ -352,7 +353,7 @@ def learn(agents, critic, rollouts, args, generator):
     # What the critic reads, of each agent in these words (see critic_forward); too long: an error
     joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
     last_turn = distributed.max(joint.marks)  # T, at most --num-turns
-    played = sum_by_turn((joint.marks > 0).float(), joint.marks, last_turn)  # [B, T + 1] 1 if anyone acted in turn t
+    played = sum_by(joint.marks, (joint.marks > 0).float(), last_turn)  # [B, T + 1] 1 if anyone acted in turn t
 
     # 1. Rewards, [B, T + 1]: the mean over agents of what they earn in turn t, in standard deviations of an episode's
     rewards = sum(models.earned_by_turn(rollout, last_turn) for rollout in rollouts) / len(agents)
@@ -374,11 +375,11 @@ def learn(agents, critic, rollouts, args, generator):
         for agent, rollout, mask in zip(agents, rollouts, masks):
             old_logprobs = torch.zeros_like(mask)  # for the KL penalty; for PPO's ratio keep them in a list
             ref_logprobs = torch.zeros_like(mask)
-            for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
+            for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less to read
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
             kl = old_logprobs - ref_logprobs
-            turn_rewards = turn_rewards - args.kl_coef * sum_by_turn(kl, rollout.turns, last_turn)
+            turn_rewards = turn_rewards - args.kl_coef * sum_by(rollout.turns, kl, last_turn)
             ref_logprob = distributed.masked_mean(ref_logprobs, mask)
             metrics.append({"kl": distributed.masked_mean(kl, mask), "reference_logprob": ref_logprob})
         for rows in joint.attention_mask.sum(1).argsort().split(args.micro_batch_size):
@@ -397,12 +398,13 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as gradients
+            # Counts of an average process: gradients are averaged over processes, so that losses are means over all
+            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)
             num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1e-6) for mask in masks]
             for rows in minibatch.split(args.micro_batch_size):
                 for agent, rollout, count in zip(agents, rollouts, num_tokens):
                     logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
-                    answer_logprobs = sum_by_turn(logprobs, rollout.turns[rows], last_turn)  # log pi(a_t^i|h_t^i)
+                    answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t^i|h_t^i)
                     policy_loss = -(answer_logprobs * advantages[rows] * played[rows]).sum() / num_played
                     mean_entropy = entropy.sum() / count
                     loss = policy_loss - args.entropy_coef * mean_entropy
@@ -438,7 +440,7 @@ def learn(agents, critic, rollouts, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, as a mean over held-out items and agents; sampled from the same seed each time."""
+    """What an episode earns, a mean over held-out items and agents (0 if opposite); from the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 

@@ -5,8 +5,8 @@ times (--num-generations), and what an agent earns from a turn on is compared wi
 gives answer a_t in turn t after h_t, which is all that it has read and written before; log pi(a_t|h_t) sums over its
 tokens. In the order of `learn`:
 
-    r_t     = (what it earns from its answer in turn t until its next one) - kl_coef (log pi_old - log pi_ref),
-              or 0 where it does not act in turn t
+    r_t     = (what it earns from its answer in turn t until its next one) - kl_coef (log pi_old - log pi_ref)(a_t|h_t),
+              or 0 where it does not act in turn t; pi_old is the actor before the update, pi_ref the initial model
     R_t     = r_t + gamma R_{t+1}                      R = 0 after its last turn
     A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
     actor     maximises  (mean over answers of log pi(a_t|h_t) A_t) + entropy_coef * (mean over tokens of H)
@@ -68,9 +68,9 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
     # Advantages
-    gamma: Fraction = 1.0  # discount factor, from turn to turn
+    gamma: Fraction = 1.0  # discount factor, from turn to turn, also those in which the agent waits
     advantage_mode: Literal["mean", "rloo", "max", "raw"] = "mean"  # what R_t is compared with
-    kl_coef: NonNegativeFloat = 0.03  # KL penalty
+    kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the reward; it is part of r_t, not of the loss
     advantage_normalization: bool = False  # divide advantages by the group's standard deviation
 
     # Optimisation
@@ -140,10 +140,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
-    messages or a string. An agent acts in the episodes of its dict, and waits in others. An episode in no dict has
-    ended; one without room for an answer is in no action. Optional: `failed`, a set of episodes not to learn from.
-    Two agents in turn, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
+    a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
+    a string. An episode in no dict has ended. One in which an agent has no room for an answer is in no action.
+    Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -181,7 +181,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # load_task leaves out arguments that a function does not name; here it returns N lists of floats, one per agent
+        # load_task wraps these functions: they get the keywords that they name, and a list for the team becomes N lists
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
@@ -201,7 +201,7 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # of each token
+    rewards: list = field(default_factory=list)  # of each token; on an answer's last one all that is earned from it on
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
@@ -255,7 +255,7 @@ def generate(agent, contexts, args, generator):
 
 @timed
 def play(agents, task, items, args, generator):
-    """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
+    """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
     A transcript and its `turns` as turn 2 begins, with each other's answers shown; on <end> is what turn 1 earned:
 
@@ -272,14 +272,14 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, the chat, the start of an answer; cut at the context
+                    # An end token if the last answer lacks one, the chat in its template; never beyond the context
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -291,7 +291,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] is its latest answer's last token; before its first one, metrics only
+                    if own[b].answers:  # [-1] is its latest answer's last token, still; before its first: for metrics
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -303,15 +303,16 @@ def play(agents, task, items, args, generator):
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
-def sum_by_turn(x, turns, last_turn):
-    """Sums of x [B, S] over the tokens of each turn, [B, T + 1], in column k of turn k; column 0: tokens of no turn."""
-    return x.new_zeros(len(x), last_turn + 1).scatter_add(1, turns, x)
+def sum_by(index, x, last):
+    """Sums of x over the tokens of index k, in column k, [B, last + 1]. x and index, such as turns, are [B, S]."""
+    return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
     """log pi of each sampled token and its distribution's entropy, [rows, S], else 0."""
     sampled = rollout.turns[rows] > 0
-    # Token t is predicted at t - 1: all logits[:, :-1][sampled[:, 1:]], [n, vocabulary]; no others are computed
+    # Logits predict the next token: these are logits[:, :-1][sampled[:, 1:]], [n, vocabulary], with the hidden states
+    # that they come from, [n, D]. No others are computed
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][sampled])
@@ -322,7 +323,7 @@ def policy_forward(policy, rollout, rows, args):
 def group_advantages(returns, acted, args):
     """A_t from R_t (`returns`); both, and `acted`, 1 on turns in which the agent acted, are [B, T + 1].
 
-    A group is the K neighbouring episodes of an item, as far as it acted in that turn.
+    A group is the K neighbouring episodes of an item, less those in which it did not act in that turn; alone, A_t is 0.
     """
     shape = returns.shape
     returns = returns.view(-1, args.num_generations, shape[1])
@@ -348,19 +349,19 @@ def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
 
-    # 1. Log-probabilities before the update
+    # 1. Log-probabilities before the update: a pass of actor and reference; step 4 has more of the actor, by epoch
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
+        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less to read
             old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
 
     # 2. Returns, R_t of turn t in column t
     last_turn = distributed.max(rollout.turns)  # T, at most --num-turns
-    acted = (sum_by_turn(mask, rollout.turns, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
+    acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
     token_rewards = rollout.rewards - args.kl_coef * (old_logprobs - ref_logprobs)
-    returns = sum_by_turn(token_rewards, rollout.turns, last_turn)  # [B, T + 1] r_t, and by this loop R_t:
+    returns = sum_by(rollout.turns, token_rewards, last_turn)  # [B, T + 1] r_t, and by this loop R_t:
     for t in reversed(range(1, last_turn)):
         returns[:, t] += args.gamma * returns[:, t + 1]
 
@@ -373,11 +374,12 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as gradients
+            # Counts of an average process: gradients are averaged over processes, so that losses are means over all
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
-                answer_logprobs = sum_by_turn(logprobs, rollout.turns[rows], last_turn)  # log pi(a_t|h_t)
+                answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t|h_t)
                 policy_loss = -(answer_logprobs * advantages[rows] * acted[rows]).sum() / num_answers
                 mean_entropy = entropy.sum() / num_tokens
                 loss = policy_loss - args.entropy_coef * mean_entropy
@@ -405,7 +407,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, as a mean over held-out items and agents; sampled from the same seed each time."""
+    """What an episode earns, a mean over held-out items and agents (0 if opposite); from the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 

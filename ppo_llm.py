@@ -17,13 +17,13 @@ has read and written before it samples a_t, its action, a token of turn k:
 
 Old:   pi_old, V_old, A and R are from before the optimiser steps; pi_ref is the reference.
 End:   after the last action V_old = 0 where the episode ends. Where it is cut, by its environment or for lack of room,
-       V_old is of all that was read and written, with m of what others earn from their next turn on (turn_baseline).
+       V_old = critic(all that was read and written) + the mean of what others still earn after that turn.
 A':    (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update);
        A without --advantage-normalization.
 Means: over a mini-batch; max(...), KL and H over its sampled tokens, the critic's over its actions.
 Turns: with --action-granularity turn an action is an answer in r, V, delta and A, and its tokens all have its A', while
        rho, d and H stay those of tokens; its V is that of its first token, unless --turn-value-reduction says
-       otherwise. With --turn-level-clip rho is a product, and max(...) a mean, over answers.
+       otherwise. With --turn-level-clip rho is the product over an answer's tokens, max(...) of answers.
 
     python ppo_llm.py                                                                      guess a number
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
@@ -32,7 +32,8 @@ Turns: with --action-granularity turn an action is an answer in r, V, delta and 
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process (in self-play times the agent's seats), S tokens of the longest transcript
-and one more, padded on the right, D units of a hidden state.
+and one more, padded on the right, n of them read for V or log pi in some rows, T turns, A columns of actions: S of
+tokens, or T + 1 of turns, D units of a hidden state.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
 """
 
@@ -186,10 +187,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) has __init__, reset and step, and keeps to --num-turns. A chat is
-    messages or a string. An agent acts in the episodes of its dict, and waits in others. An episode in no dict has
-    ended; one without room for an answer is in no action. Optional: `failed`, a set of episodes not to learn from.
-    Two agents in turn, with opposite rewards:
+    One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
+    a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
+    a string. An episode in no dict has ended. One in which an agent has no room for an answer is in no action.
+    Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -227,7 +228,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # load_task leaves out arguments that a function does not name; here it returns N lists of floats, one per agent
+        # load_task wraps these functions: they get the keywords that they name, and a list for the team becomes N lists
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
@@ -247,7 +248,7 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # of each token
+    rewards: list = field(default_factory=list)  # of each token; on an answer's last one all that is earned from it on
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
@@ -301,7 +302,7 @@ def generate(agent, contexts, args, generator):
 
 @timed
 def play(agents, task, items, args, generator):
-    """Play one episode for each of B items; returns each agent's Rollout. Episode b is row b of every agent.
+    """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
     A transcript and its `turns` as turn 2 begins, with each other's answers shown; on <end> is what turn 1 earned:
 
@@ -318,14 +319,14 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, the chat, the start of an answer; cut at the context
+                    # An end token if the last answer lacks one, the chat in its template; never beyond the context
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -337,7 +338,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] is its latest answer's last token; before its first one, metrics only
+                    if own[b].answers:  # [-1] is its latest answer's last token, still; before its first: for metrics
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -349,9 +350,9 @@ def play(agents, task, items, args, generator):
 # --- Learning ---------------------------------------------------------------------------------------------------------
 
 
-def sum_by_turn(x, turns, last_turn):
-    """Sums of x [B, S] over the tokens of each turn, [B, T + 1], in column k of turn k; column 0: tokens of no turn."""
-    return x.new_zeros(len(x), last_turn + 1).scatter_add(1, turns, x)
+def sum_by(index, x, last):
+    """Sums of x over the tokens of index k, in column k, [B, last + 1]. x and index, such as turns, are [B, S]."""
+    return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, places, rows, args):
@@ -360,7 +361,8 @@ def policy_forward(policy, rollout, places, rows, args):
     They are computed at the n `places` [B, S] of these rows that are True. Elsewhere they are 0.
     """
     places = places[rows]
-    # Read one column before each, after h_t: logits [n, vocabulary], as of logits[:, :-1][places[:, 1:]]
+    # Logits predict the next token: of the columns before `places`, logits[:, :-1][places[:, 1:]], [n, vocabulary], and
+    # hidden states, [n, D]. The output layer runs on these alone
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=places)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][places])
@@ -379,7 +381,7 @@ def critic_forward(agent, rollout, places, rows, hidden_states):
 def gae(rewards, values, mask, gamma, gae_lambda):
     """Generalised advantage estimation along each row; columns with mask 0 are skipped, and V = 0 after the last.
 
-    All tensors are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; 0 where mask is 0.
+    All tensors are of one shape. Returns (advantages, returns), with returns = A + V the critic's targets; 0 by the mask.
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
@@ -392,20 +394,15 @@ def gae(rewards, values, mask, gamma, gae_lambda):
     return advantages * mask, (advantages + values) * mask
 
 
-def sum_by_action(x, start):
-    """Sums of x [b, S], which is 0 where no token was sampled, over each action, in the column in which it starts."""
-    return torch.zeros_like(x).scatter_add(1, start, x)
-
-
-def turn_baseline(rewards, turns, is_cut_end, args):
+def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     """m_k on the tokens of turn k, [B, S]: the mean over episodes, own one included, of what is earned from turn k on.
 
     At the cut end of an episode whose last turn is k: the mean of what others earn from their next turn after k on, or
     m_k if none has one. In self-play with seats that move one after the other a turn is of one seat, and so is its m_k.
     """
     last_turn = distributed.max(turns)  # T
-    acted = (sum_by_turn((turns > 0).float(), turns, last_turn) > 0).float()  # [B, T + 1] 1 in column k: in turn k
-    rewards_to_go = sum_by_turn(rewards, turns, last_turn).flip(1).cumsum(1).flip(1)
+    acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: in turn k
+    rewards_to_go = sum_by(turns, rewards, last_turn).flip(1).cumsum(1).flip(1)
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
     own_last_turn = turns.amax(1, keepdim=True)  # [B, 1]
     acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)
@@ -423,21 +420,20 @@ def learn(agent, rollout, args, generator):
     lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
 
-    # 1. Actions: tokens, or turns, each in the column of its first token
-    is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
-    is_last = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))
+    # 1. Actions: tokens, or turns. Of an action, what it earns, its value and its advantage stand in tables [B, A]
     if args.action_granularity == "token" or (args.action_granularity == "auto" and args.num_turns == 1):
-        action_mask = value_weights = mask
-        start = columns  # [B, S] the column in which a sampled token's action starts
+        action, last_action = columns, mask.shape[1] - 1  # [B, S] and A - 1: a token has its own column
+        value_weights = mask
     else:
-        action_mask = is_first
-        start = (is_first * columns).cummax(1).values.long()  # of the latest turn; what was read adds 0 there
-        tokens_of_turn = sum_by_action(mask, start).gather(1, start).clamp(min=1)
+        action, last_action = rollout.turns, distributed.max(rollout.turns)  # a turn's tokens have column 1, 2, ...
+        is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
+        is_last = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))
+        tokens_of_turn = sum_by(action, mask, last_action).gather(1, action).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": is_last}
         value_weights = reductions[args.turn_value_reduction]  # [B, S] weight of a token's V in V of its turn
+    action_mask = (sum_by(action, mask, last_action) > 0).float()  # [B, A] 1 where there is an action
 
     # 2. Cut episodes: V behind the last token. Step 4 reads it, in the next column; step 5 adds it to the last reward
-    last_action = (action_mask * columns).amax(1, keepdim=True).long()  # [B, 1] its column
     was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
     is_cut_end = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
     places = (mask > 0) | is_cut_end  # [B, S] sampled tokens and cut ends: what step 4 reads
@@ -447,7 +443,7 @@ def learn(agent, rollout, args, generator):
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
-    baseline = turn_baseline(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + baseline
+    baseline = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + baseline
 
     # 4. Log-probabilities and values before the update: one pass of actor, critic and, with a KL loss, reference. The
     #    sampler's own are not used: with --top-p or vLLM they differ
@@ -455,46 +451,48 @@ def learn(agent, rollout, args, generator):
     ref_logprobs = torch.zeros_like(mask)
     token_values = torch.zeros_like(mask)
     with torch.no_grad():
-        for rows in lengths.argsort().split(args.micro_batch_size):  # rows of like length: less padding
+        for rows in lengths.argsort().split(args.micro_batch_size):  # by length: read leaves out columns of padding
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, places, rows, args)
             if args.kl_loss_coef > 0:
                 ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, mask > 0, rows, args)
             token_values[rows] = baseline[rows] + critic_forward(agent, rollout, places, rows, hidden_states)
     old_logprobs = old_logprobs.where(mask > 0, 0.0)  # a cut end is no sampled token
-    old_values = sum_by_action(token_values * value_weights, start)
+    old_values = sum_by(action, token_values * value_weights, last_action)
 
-    # 5. Advantages [B, S] of the tokens, and returns, the critic's targets. Another algorithm puts its own here
+    # 5. Advantages and returns, [B, A]. Another algorithm puts its own here
     bootstrap_value = (token_values * is_cut_end).sum(1, keepdim=True)  # [B, 1] 0 where the episode has ended
-    # What would follow a cut joins the reward of the last action
-    action_rewards = sum_by_action(rewards, start).scatter_add(1, last_action, args.gamma * bootstrap_value)
+    action_rewards = sum_by(action, rewards, last_action)
+    own_last_action = (action * (mask > 0)).amax(1, keepdim=True)  # [B, 1] what would follow a cut joins its reward
+    action_rewards = action_rewards.scatter_add(1, own_last_action, args.gamma * bootstrap_value)
     advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly, or late noise would grow
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
-    advantages = advantages.gather(1, start)  # a sampled token has that of its action; mask hides the rest
 
     # 6. Optimiser steps
     entropy_coef = args.entropy_coef
     if args.entropy_coef_end is not None:  # last_epoch: updates so far
         entropy_coef += (args.entropy_coef_end - entropy_coef) * agent.schedules[0].last_epoch / agent.num_updates
-    ratio_mask = action_mask if args.turn_level_clip else mask
+    ratio_mask = action_mask if args.turn_level_clip else mask  # a ratio is of a turn, [B, A], or of a token, [B, S]
+    ratio_advantages = advantages if args.turn_level_clip else advantages.gather(1, action)
     losses = []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # mean over processes, as gradients
+            # Counts of an average process: gradients are averaged over processes, so that losses are means over all
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, mask > 0, rows, args)
                 log_ratio = logprobs - old_logprobs[rows]  # both are 0 where no token was sampled
                 if args.turn_level_clip:
-                    log_ratio = sum_by_action(log_ratio, start[rows])
+                    log_ratio = sum_by(action[rows], log_ratio, last_action)
                 ratio = log_ratio.exp()
                 clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-                policy_error = torch.max(-advantages[rows] * ratio, -advantages[rows] * clipped_ratio)
+                policy_error = torch.max(-ratio_advantages[rows] * ratio, -ratio_advantages[rows] * clipped_ratio)
                 policy_loss = (policy_error * ratio_mask[rows]).sum() / num_ratios
                 clip_fraction = ((ratio != clipped_ratio) * ratio_mask[rows]).sum() / num_ratios
                 kl_loss = torch.zeros_like(policy_loss)
@@ -504,7 +502,7 @@ def learn(agent, rollout, args, generator):
                 mean_entropy = entropy.sum() / num_tokens
 
                 values = baseline[rows] + critic_forward(agent, rollout, mask > 0, rows, hidden_states)
-                values = sum_by_action(values * value_weights[rows], start[rows])
+                values = sum_by(action[rows], values * value_weights[rows], last_action)
                 change = (values - old_values[rows]).clamp(-args.clip_coef, args.clip_coef)
                 clipped_values = old_values[rows] + change
                 error = torch.max((values - returns[rows]) ** 2, (clipped_values - returns[rows]) ** 2)
@@ -546,7 +544,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, as a mean over held-out items and agents; sampled from the same seed each time."""
+    """What an episode earns, a mean over held-out items and agents (0 if opposite); from the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -578,8 +576,8 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             seats = opponents.seats(update) if opponents else players
             rollouts = play(seats, task, items, args, generator)
-            learned = zip(agents, models.join_rollouts(agents, seats, rollouts))  # rows of an agent's seats, in order
-            metrics = [learn(agent, rollout, args, generator) for agent, rollout in learned]
+            own_rollouts = models.join_rollouts(agents, seats, rollouts)  # an agent's has its seats' rows, in order
+            metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, own_rollouts)]
             if opponents:
                 metrics[0] |= opponents.metrics(update, rollouts)
             eval_reward = evaluate(players, task, eval_items, args) if run.is_due(update, args.eval_interval) else None

@@ -39,8 +39,7 @@ OWN = {  # what scripts have of their own, or lack, beside ippo_llm.py
         "reward_func",
         "external_transition",
         "Env",
-        "sum_by_action",
-        "turn_baseline",
+        "mean_rewards_to_go",
     },
 }
 

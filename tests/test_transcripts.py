@@ -129,7 +129,7 @@ def test_places_and_turns():
     mask = torch.tensor([[False, True, False], [True, False, True]])
     assert unflatten(torch.tensor([1.0, 2.0, 3.0]), mask).tolist() == [[0, 1, 0], [2, 0, 3]]
     x = torch.tensor([[1.0, 2.0, 4.0, 8.0]])
-    assert ippo_llm.sum_by_turn(x, torch.tensor([[0, 1, 2, 2]]), 3).tolist() == [[1, 2, 12, 0]]
+    assert ippo_llm.sum_by(torch.tensor([[0, 1, 2, 2]]), x, 3).tolist() == [[1, 2, 12, 0]]
 
 
 FORMATS = ("Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
