@@ -93,8 +93,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. tasks.load_task wraps them: each gets the arguments that it names (all: docs/tasks.md),
-# what it returns is checked, and a team's floats are copied to each agent.
+# A task is these functions. tasks.load_task wraps them: each gets those keywords of a call that it names, such as
+# reward_func's histories (all: docs/tasks.md); what it returns is checked, and a list for the team becomes N lists.
 
 
 def train_dataset(size, seed):
@@ -156,8 +156,8 @@ class TeamEnv:
 
     One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
     a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
-    a string. An episode in no dict has ended. One in which an agent has no room for an answer is in no action.
-    Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    a string. An episode in none of the dicts has ended. One in which any agent lacks room for an answer is in no
+    action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -165,7 +165,7 @@ class TeamEnv:
     """
 
     def __init__(self, task, items, args):
-        self.task, self.items, self.args = task, items, args
+        self.task, self.items, self.args, self.turn = task, items, args, 0
         self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # [b][i]: chat, answer, chat ...
 
     def reset(self):
@@ -178,8 +178,8 @@ class TeamEnv:
     def observe(self, chats):
         """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
         for b in chats:
-            for history, chat in zip(self.histories[b], chats[b]):
-                history.append(chat)
+            for own_history, chat in zip(self.histories[b], chats[b]):
+                own_history.append(chat)
         return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
@@ -188,18 +188,18 @@ class TeamEnv:
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
         cuts: there agents read a last observation, act no more, and earn no more. A task cuts none.
         """
+        self.turn += 1
         episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
-            for history, answers in zip(self.histories[b], actions):
-                history.append(answers[b])
+            for own_history, answers in zip(self.histories[b], actions):
+                own_history.append(answers[b])
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # load_task wraps these functions: they get the keywords that they name, and a list for the team becomes N lists
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
-            if len(history[0]) < 2 * self.args.num_turns:  # it has a chat and an answer for each turn
+            if self.turn < self.args.num_turns:
                 chats = self.task.external_transition(item, [own[-1] for own in history], history=history)
                 if chats is not None:  # None: the episode ends
                     next_chats[b] = chats
@@ -215,7 +215,7 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # of each token; on an answer's last one all that is earned from it on
+    rewards: list = field(default_factory=list)  # on an answer's last token what it earns until its next one; else 0
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
@@ -293,7 +293,7 @@ def play(agents, task, items, args, generator):
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], if it waits
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], where it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -305,7 +305,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] is its latest answer's last token, still; before its first: for metrics
+                    if own[b].answers:  # else no token to pay; [-1] is its latest answer's last, even if it waited
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -345,7 +345,7 @@ def critic_forward(agent, rollout, rows, hidden_states):
 def gae(rewards, values, mask, gamma, gae_lambda):
     """Generalised advantage estimation along each row; columns with mask 0 are skipped, and V = 0 after the last.
 
-    All tensors are of one shape. Returns (advantages, returns), with returns = A + V the critic's targets; 0 by the mask.
+    All tensors are of one shape. Returns (advantages, returns), with returns = A + V the critic's targets, 0 elsewhere.
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
@@ -378,7 +378,7 @@ def learn(agent, rollout, args, generator):
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
     baseline = m[rollout.turns]  # [B, S]
 
-    # 3. Log-probabilities and values before the update
+    # 3. Log-probabilities and values before the update: a pass without gradients of each model. Step 5 has more passes
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
@@ -406,7 +406,7 @@ def learn(agent, rollout, args, generator):
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens
-                mean_entropy = entropy.sum() / num_tokens
+                mean_entropy = (entropy * mask[rows]).sum() / num_tokens
 
                 values = baseline[rows] + critic_forward(agent, rollout, rows, hidden_states)
                 change = (values - old_values[rows]).clamp(-args.value_clip_range, args.value_clip_range)
@@ -459,7 +459,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
-    batches = tasks.shuffled_batches(train_items, args)  # of the whole run: an update's items each
+    batches = tasks.shuffled_batches(train_items, args)  # an update's items each, rollout_buffer_size / num_generations
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)

@@ -17,7 +17,7 @@ has read and written before it samples a_t, its action, a token of turn k:
 
 Old:   pi_old, V_old, A and R are from before the optimiser steps; pi_ref is the reference.
 End:   after the last action V_old = 0 where the episode ends. Where it is cut, by its environment or for lack of room,
-       V_old = critic(all that was read and written) + the mean of what others still earn after that turn.
+       V_old = critic(all that was read and written) + the mean that episodes which go on still earn after that turn.
 A':    (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update);
        A without --advantage-normalization.
 Means: over a mini-batch; max(...), KL and H over its sampled tokens, the critic's over its actions.
@@ -119,8 +119,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# tasks.load_task makes a task of Env, whose TeamEnv, utils.envs.Games, plays B of these; `truncated` cuts a game,
-# --num-turns ends it. A task of --task has the TeamEnv below.
+# `python ppo_llm.py` plays B of these by utils.envs.Games, which has the reset and step of a TeamEnv. `truncated` cuts
+# a game, --num-turns ends it. The class TeamEnv below is for tasks (--task).
 
 
 class Env:
@@ -146,7 +146,7 @@ class Env:
         if not (answer.isascii() and answer.isdigit() and len(answer) <= 3):
             return "not a number", -1.0, True, False, {}
         guess = int(answer)
-        reward = guess_value(self.low, guess, self.high)
+        reward = guess_value(self.low, guess, self.high)  # (probability to be right + expected bits / 4) / 2
         if self.num_guesses > 1:
             reward -= 1 / 6
         if guess == self.secret:
@@ -189,8 +189,8 @@ class TeamEnv:
 
     One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
     a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
-    a string. An episode in no dict has ended. One in which an agent has no room for an answer is in no action.
-    Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    a string. An episode in none of the dicts has ended. One in which any agent lacks room for an answer is in no
+    action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -198,7 +198,7 @@ class TeamEnv:
     """
 
     def __init__(self, task, items, args):
-        self.task, self.items, self.args = task, items, args
+        self.task, self.items, self.args, self.turn = task, items, args, 0
         self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # [b][i]: chat, answer, chat ...
 
     def reset(self):
@@ -211,8 +211,8 @@ class TeamEnv:
     def observe(self, chats):
         """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
         for b in chats:
-            for history, chat in zip(self.histories[b], chats[b]):
-                history.append(chat)
+            for own_history, chat in zip(self.histories[b], chats[b]):
+                own_history.append(chat)
         return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
@@ -221,18 +221,18 @@ class TeamEnv:
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
         cuts: there agents read a last observation, act no more, and earn no more. A task cuts none.
         """
+        self.turn += 1
         episodes = list(actions[0])  # those that go on; all agents act in them
         for b in episodes:
-            for history, answers in zip(self.histories[b], actions):
-                history.append(answers[b])
+            for own_history, answers in zip(self.histories[b], actions):
+                own_history.append(answers[b])
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        # load_task wraps these functions: they get the keywords that they name, and a list for the team becomes N lists
         rewards = self.task.reward_func(*completions, items=items, histories=histories)
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
-            if len(history[0]) < 2 * self.args.num_turns:  # it has a chat and an answer for each turn
+            if self.turn < self.args.num_turns:
                 chats = self.task.external_transition(item, [own[-1] for own in history], history=history)
                 if chats is not None:  # None: the episode ends
                     next_chats[b] = chats
@@ -248,7 +248,7 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # of each token; on an answer's last one all that is earned from it on
+    rewards: list = field(default_factory=list)  # on an answer's last token what it earns until its next one; else 0
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
@@ -326,7 +326,7 @@ def play(agents, task, items, args, generator):
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], if it waits
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], where it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -338,7 +338,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] is its latest answer's last token, still; before its first: for metrics
+                    if own[b].answers:  # else no token to pay; [-1] is its latest answer's last, even if it waited
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -381,7 +381,7 @@ def critic_forward(agent, rollout, places, rows, hidden_states):
 def gae(rewards, values, mask, gamma, gae_lambda):
     """Generalised advantage estimation along each row; columns with mask 0 are skipped, and V = 0 after the last.
 
-    All tensors are of one shape. Returns (advantages, returns), with returns = A + V the critic's targets; 0 by the mask.
+    All tensors are of one shape. Returns (advantages, returns), with returns = A + V the critic's targets, 0 elsewhere.
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
@@ -397,8 +397,9 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     """m_k on the tokens of turn k, [B, S]: the mean over episodes, own one included, of what is earned from turn k on.
 
-    At the cut end of an episode whose last turn is k: the mean of what others earn from their next turn after k on, or
-    m_k if none has one. In self-play with seats that move one after the other a turn is of one seat, and so is its m_k.
+    At the cut end of an episode whose last turn is k: the mean, over episodes in which the agent acts in turn k and
+    again, of what it earns from its next turn on; m_k if there are none. In self-play with seats that move one after
+    the other a turn is of one seat, and so is its m_k.
     """
     last_turn = distributed.max(turns)  # T
     acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: in turn k
@@ -407,7 +408,8 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     own_last_turn = turns.amax(1, keepdim=True)  # [B, 1]
     acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)
     m_after = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), acts_again, dim=0)
-    m_after = m_after.where(distributed.masked_mean(acts_again, acted, dim=0) > 0, m)
+    any_acts_again = distributed.masked_mean(acts_again, acted, dim=0) > 0  # [T + 1] in any process
+    m_after = m_after.where(any_acts_again, m)
     if not args.turn_baseline:
         m = m_after = distributed.masked_mean(rewards_to_go, acted).expand_as(m)
     return m[turns] * (turns > 0) + m_after[own_last_turn] * is_cut_end
@@ -420,7 +422,8 @@ def learn(agent, rollout, args, generator):
     lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
 
-    # 1. Actions: tokens, or turns. Of an action, what it earns, its value and its advantage stand in tables [B, A]
+    # 1. Actions: tokens, or turns. Their rewards, values and advantages stand in tables [B, A]: sum_by(action, x,
+    #    last_action) takes x [B, S] there, y.gather(1, action) takes y back to tokens; of tokens both change nothing
     if args.action_granularity == "token" or (args.action_granularity == "auto" and args.num_turns == 1):
         action, last_action = columns, mask.shape[1] - 1  # [B, S] and A - 1: a token has its own column
         value_weights = mask
@@ -443,7 +446,7 @@ def learn(agent, rollout, args, generator):
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
-    baseline = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + baseline
+    baseline = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + it; zeros: plain PPO
 
     # 4. Log-probabilities and values before the update: one pass of actor, critic and, with a KL loss, reference. The
     #    sampler's own are not used: with --top-p or vLLM they differ
@@ -498,8 +501,8 @@ def learn(agent, rollout, args, generator):
                 kl_loss = torch.zeros_like(policy_loss)
                 if args.kl_loss_coef > 0:
                     d = ref_logprobs[rows] - logprobs
-                    kl_loss = (d.exp() - d - 1).sum() / num_tokens
-                mean_entropy = entropy.sum() / num_tokens
+                    kl_loss = ((d.exp() - d - 1) * mask[rows]).sum() / num_tokens
+                mean_entropy = (entropy * mask[rows]).sum() / num_tokens
 
                 values = baseline[rows] + critic_forward(agent, rollout, mask > 0, rows, hidden_states)
                 values = sum_by(action[rows], values * value_weights[rows], last_action)
@@ -559,7 +562,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # Env in this file, as a TeamEnv
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
-    batches = tasks.shuffled_batches(train_items, args)  # of the whole run: an update's items each
+    batches = tasks.shuffled_batches(train_items, args)  # an update's items each, rollout_buffer_size / num_generations
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
