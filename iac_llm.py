@@ -75,7 +75,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to s
     kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the normalised reward
     advantage_normalization: bool = True  # standardise advantages over the rollout
-    advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to that deviation
+    advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to the deviation of A
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout
@@ -83,7 +83,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0
     value_loss_coef: NonNegativeFloat = 0.5
-    value_clip_range: PositiveOrInf = 0.2  # PPO's clip of values around V_old, in their units; inf: no clip
+    value_clip_range: PositiveOrInf = 0.2  # PPO's clip of V around V_old, in normalised rewards; inf: no clip
     actor_learning_rate: NonNegativeFloat = 5e-4
     critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
@@ -91,8 +91,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. tasks.load_task wraps them: each gets those keywords of a call that it names, such as
-# reward_func's histories (all: docs/tasks.md); what it returns is checked, and a list for the team becomes N lists.
+# A task is these functions. TeamEnv calls them by tasks.load_task, which leaves out keywords that one does not name,
+# as reward_func's histories (all: docs/tasks.md), checks what it returns, and makes N lists of a list for the team.
 
 
 def train_dataset(size, seed):
@@ -154,8 +154,8 @@ class TeamEnv:
 
     One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
     a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
-    a string. An episode in none of the dicts has ended. One in which any agent lacks room for an answer is in no
-    action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    a string. An episode in none of the dicts has ended, and one in which any agent lacks room for an answer: it is
+    in no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -230,6 +230,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
+    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: what losses are of
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
@@ -316,29 +317,29 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Sums of x over the tokens of index k, in column k, [B, last + 1]. x and index, such as turns, are [B, S]."""
+    """Sums of x [B, S] over tokens with index k [B, S] in column k, [B, last + 1]; by turn, 0 is what was read."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
     """log pi of each sampled token and its distribution's entropy, [rows, S], else 0; its hidden states, [n, D]."""
-    sampled = rollout.turns[rows] > 0
-    # Logits predict the next token: these are logits[:, :-1][sampled[:, 1:]], [n, vocabulary], with the hidden states
+    mask = rollout.mask[rows]
+    # Logits predict the next token: these are logits[:, :-1][mask[:, 1:]], [n, vocabulary], with the hidden states
     # that they come from, [n, D]. No others are computed
-    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
+    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
-    logprobs = pi.log_prob(rollout.ids[rows][sampled])
+    logprobs = pi.log_prob(rollout.ids[rows][mask])
     entropy = pi.entropy() if args.entropy_coef else pi.entropy().detach()  # without the bonus a metric only
-    return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled), out.hidden_states
+    return models.unflatten(logprobs, mask), models.unflatten(entropy, mask), out.hidden_states
 
 
 def critic_forward(agent, rollout, rows, hidden_states, last_turn):
     """critic(h_t) of the answer in turn k in column k, [rows, T + 1], else 0. A critic model ignores hidden_states."""
-    sampled = rollout.turns[rows] > 0
+    mask = rollout.mask[rows]
     if agent.critic is not None:
-        hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled).hidden_states
-    values = models.unflatten(agent.value_head(hidden_states), sampled)  # [rows, S]
-    is_first = rollout.turns[rows] != pad(rollout.turns[rows, :-1], (1, 0))  # there h_t has been read, and no more
+        hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask).hidden_states
+    values = models.unflatten(agent.value_head(hidden_states), mask)  # [rows, S]
+    is_first = mask & (rollout.turns[rows] != pad(rollout.turns[rows, :-1], (1, 0)))  # h_t has been read there, no more
     return sum_by(rollout.turns[rows], values * is_first, last_turn)
 
 
@@ -358,7 +359,7 @@ def td_error(rewards, values, acted, gamma):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
+    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
     last_turn = distributed.max(rollout.turns)  # T, at most --num-turns
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 
@@ -369,10 +370,9 @@ def learn(agent, rollout, args, generator):
         agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)
 
-    # 2. m_k: the mean of what is still earned from turn k on, own episode included. V = critic + m_k, so that the
-    #    critic learns only what differs from it; zeros in place of m leave m_k out
+    # 2. m_k: the mean of what is still earned from turn k on, own episode included. The critic learns what is left
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
-    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
+    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k. V = critic + m
 
     # 3. Log-probabilities and values before the update: a pass without gradients of each model. Step 5 has more passes
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
@@ -398,7 +398,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of an average process: gradients are averaged over processes, so that losses are means over all
+            # Each process divides its sums by the counts of all / processes; with averaged gradients losses are means
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):

@@ -68,7 +68,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
     # Advantages
-    gamma: Fraction = 1.0  # discount factor, from turn to turn, also those in which the agent waits
+    gamma: Fraction = 1.0  # discount factor, from turn to turn; what is earned while it waits is of its last answer
     advantage_mode: Literal["mean", "rloo", "max", "raw"] = "mean"  # what R_t is compared with
     kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the reward; it is part of r_t, not of the loss
     advantage_normalization: bool = False  # divide advantages by the group's standard deviation
@@ -84,8 +84,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. tasks.load_task wraps them: each gets those keywords of a call that it names, such as
-# reward_func's histories (all: docs/tasks.md); what it returns is checked, and a list for the team becomes N lists.
+# A task is these functions. TeamEnv calls them by tasks.load_task, which leaves out keywords that one does not name,
+# as reward_func's histories (all: docs/tasks.md), checks what it returns, and makes N lists of a list for the team.
 
 
 def train_dataset(size, seed):
@@ -142,8 +142,8 @@ class TeamEnv:
 
     One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
     a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
-    a string. An episode in none of the dicts has ended. One in which any agent lacks room for an answer is in no
-    action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    a string. An episode in none of the dicts has ended, and one in which any agent lacks room for an answer: it is
+    in no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -218,6 +218,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
+    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: what losses are of
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
@@ -304,26 +305,26 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Sums of x over the tokens of index k, in column k, [B, last + 1]. x and index, such as turns, are [B, S]."""
+    """Sums of x [B, S] over tokens with index k [B, S] in column k, [B, last + 1]; by turn, 0 is what was read."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
     """log pi of each sampled token and its distribution's entropy, [rows, S], else 0."""
-    sampled = rollout.turns[rows] > 0
-    # Logits predict the next token: these are logits[:, :-1][sampled[:, 1:]], [n, vocabulary], with the hidden states
+    mask = rollout.mask[rows]
+    # Logits predict the next token: these are logits[:, :-1][mask[:, 1:]], [n, vocabulary], with the hidden states
     # that they come from, [n, D]. No others are computed
-    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=sampled)
+    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
-    logprobs = pi.log_prob(rollout.ids[rows][sampled])
+    logprobs = pi.log_prob(rollout.ids[rows][mask])
     entropy = pi.entropy() if args.entropy_coef else pi.entropy().detach()  # without the bonus a metric only
-    return models.unflatten(logprobs, sampled), models.unflatten(entropy, sampled)
+    return models.unflatten(logprobs, mask), models.unflatten(entropy, mask)
 
 
 def group_advantages(returns, acted, args):
     """A_t from R_t (`returns`); both, and `acted`, 1 on turns in which the agent acted, are [B, T + 1].
 
-    A group is the K neighbouring episodes of an item, less those in which it did not act in that turn; alone, A_t is 0.
+    A group is the K neighbouring episodes of an item, less those in which it did not act in that turn.
     """
     shape = returns.shape
     returns = returns.view(-1, args.num_generations, shape[1])
@@ -347,7 +348,7 @@ def group_advantages(returns, acted, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
+    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
 
     # 1. Log-probabilities before the update: a pass of actor and reference; step 4 has more of the actor, by epoch
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
@@ -374,7 +375,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of an average process: gradients are averaged over processes, so that losses are means over all
+            # Each process divides its sums by the counts of all / processes; with averaged gradients losses are means
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):

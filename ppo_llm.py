@@ -18,7 +18,7 @@ has read and written before it samples a_t, its action, a token of turn k:
 Old:   pi_old, V_old, A and R are from before the optimiser steps; pi_ref is the reference.
 End:   after the last action V_old = 0 where the episode ends. Where it is cut, by its environment or for lack of room,
        V_old = critic(all that was read and written) + the mean that episodes which go on still earn after that turn.
-A':    (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update);
+A':    (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update), which is not in PPO either;
        A without --advantage-normalization.
 Means: over a mini-batch; max(...), KL and H over its sampled tokens, the critic's over its actions.
 Turns: with --action-granularity turn an action is an answer in r, V, delta and A, and its tokens all have its A', while
@@ -32,8 +32,7 @@ Turns: with --action-granularity turn an action is an answer in r, V, delta and 
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process (in self-play times the agent's seats), S tokens of the longest transcript
-and one more, padded on the right, n of them read for V or log pi in some rows, T turns, A columns of actions: S of
-tokens, or T + 1 of turns, D units of a hidden state.
+and one more, padded on the right, n of them read for V or log pi in some rows, T turns, D units of a hidden state.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
 """
 
@@ -189,8 +188,8 @@ class TeamEnv:
 
     One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
     a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
-    a string. An episode in none of the dicts has ended. One in which any agent lacks room for an answer is in no
-    action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    a string. An episode in none of the dicts has ended, and one in which any agent lacks room for an answer: it is
+    in no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -265,6 +264,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
+    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: what losses are of
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
@@ -351,7 +351,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Sums of x over the tokens of index k, in column k, [B, last + 1]. x and index, such as turns, are [B, S]."""
+    """Sums of x [B, S] over tokens with index k [B, S] in column k, [B, last + 1]; by turn, 0 is what was read."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -378,10 +378,11 @@ def critic_forward(agent, rollout, places, rows, hidden_states):
     return models.unflatten(agent.value_head(hidden_states), places)
 
 
-def gae(rewards, values, mask, gamma, gae_lambda):
+def gae(rewards, values, mask, is_cut_end, gamma, gae_lambda):
     """Generalised advantage estimation along each row; columns with mask 0 are skipped, and V = 0 after the last.
 
-    All tensors are of one shape. Returns (advantages, returns), with returns = A + V the critic's targets, 0 elsewhere.
+    A cut end has a V, which is the next value of what stands before it. All tensors are [B, S]. Returns (advantages,
+    returns), with returns = A + V the critic's targets; both are 0 where mask is 0.
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
@@ -389,7 +390,7 @@ def gae(rewards, values, mask, gamma, gae_lambda):
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantages[:, t] = delta + gamma * gae_lambda * next_advantage
-        next_value = torch.where(mask[:, t] > 0, values[:, t], next_value)  # at the next token with mask 1
+        next_value = torch.where((mask[:, t] > 0) | is_cut_end[:, t], values[:, t], next_value)
         next_advantage = torch.where(mask[:, t] > 0, advantages[:, t], next_advantage)
     return advantages * mask, (advantages + values) * mask
 
@@ -418,28 +419,28 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = (rollout.turns > 0).float()  # [B, S] 1 on tokens that the agent sampled
+    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
     lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    last_column = mask.shape[1] - 1
 
-    # 1. Actions: tokens, or turns. Their rewards, values and advantages stand in tables [B, A]: sum_by(action, x,
-    #    last_action) takes x [B, S] there, y.gather(1, action) takes y back to tokens; of tokens both change nothing
+    # 1. Actions: tokens, or turns, each in the column of its last token, where what it earns stands
     if args.action_granularity == "token" or (args.action_granularity == "auto" and args.num_turns == 1):
-        action, last_action = columns, mask.shape[1] - 1  # [B, S] and A - 1: a token has its own column
-        value_weights = mask
+        action = columns  # [B, S] the column of the action that a sampled token is of
+        action_mask = value_weights = mask
     else:
-        action, last_action = rollout.turns, distributed.max(rollout.turns)  # a turn's tokens have column 1, 2, ...
         is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
         is_last = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))
-        tokens_of_turn = sum_by(action, mask, last_action).gather(1, action).clamp(min=1)
+        action = columns.where(is_last > 0, last_column).flip(1).cummin(1).values.flip(1)  # of its turn's last token
+        action_mask = is_last
+        tokens_of_turn = sum_by(action, mask, last_column).gather(1, action).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": is_last}
         value_weights = reductions[args.turn_value_reduction]  # [B, S] weight of a token's V in V of its turn
-    action_mask = (sum_by(action, mask, last_action) > 0).float()  # [B, A] 1 where there is an action
 
-    # 2. Cut episodes: V behind the last token. Step 4 reads it, in the next column; step 5 adds it to the last reward
+    # 2. Cut episodes: V of all that was read and written, in the column behind it. Steps 4 and 5 read it
     was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
     is_cut_end = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
-    places = (mask > 0) | is_cut_end  # [B, S] sampled tokens and cut ends: what step 4 reads
+    places = rollout.mask | is_cut_end  # [B, S] sampled tokens and cut ends: what step 4 reads
 
     # 3. Rewards, and m_k, the mean of what is still earned from turn k on. The critic learns what is left
     rewards = rollout.rewards
@@ -457,45 +458,41 @@ def learn(agent, rollout, args, generator):
         for rows in lengths.argsort().split(args.micro_batch_size):  # by length: read leaves out columns of padding
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, places, rows, args)
             if args.kl_loss_coef > 0:
-                ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, mask > 0, rows, args)
+                ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rollout.mask, rows, args)
             token_values[rows] = baseline[rows] + critic_forward(agent, rollout, places, rows, hidden_states)
-    old_logprobs = old_logprobs.where(mask > 0, 0.0)  # a cut end is no sampled token
-    old_values = sum_by(action, token_values * value_weights, last_action)
+    old_logprobs = old_logprobs.where(rollout.mask, 0.0)  # a cut end is no sampled token
+    old_values = sum_by(action, token_values * value_weights, last_column) + token_values * is_cut_end
 
-    # 5. Advantages and returns, [B, A]. Another algorithm puts its own here
-    bootstrap_value = (token_values * is_cut_end).sum(1, keepdim=True)  # [B, 1] 0 where the episode has ended
-    action_rewards = sum_by(action, rewards, last_action)
-    own_last_action = (action * (mask > 0)).amax(1, keepdim=True)  # [B, 1] what would follow a cut joins its reward
-    action_rewards = action_rewards.scatter_add(1, own_last_action, args.gamma * bootstrap_value)
-    advantages, returns = gae(action_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
+    # 5. Advantages, and returns, the critic's targets, in the columns of actions. Another algorithm puts its own here
+    advantages, returns = gae(rewards, old_values, action_mask, is_cut_end, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly, or late noise would grow
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
+    advantages = advantages.gather(1, action)  # a sampled token has that of its action; masks hide the rest
 
     # 6. Optimiser steps
     entropy_coef = args.entropy_coef
     if args.entropy_coef_end is not None:  # last_epoch: updates so far
         entropy_coef += (args.entropy_coef_end - entropy_coef) * agent.schedules[0].last_epoch / agent.num_updates
-    ratio_mask = action_mask if args.turn_level_clip else mask  # a ratio is of a turn, [B, A], or of a token, [B, S]
-    ratio_advantages = advantages if args.turn_level_clip else advantages.gather(1, action)
+    ratio_mask = action_mask if args.turn_level_clip else mask  # a ratio is of a turn, or of a token
     losses = []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of an average process: gradients are averaged over processes, so that losses are means over all
+            # Each process divides its sums by the counts of all / processes; with averaged gradients losses are means
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
-                logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, mask > 0, rows, args)
+                logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rollout.mask, rows, args)
                 log_ratio = logprobs - old_logprobs[rows]  # both are 0 where no token was sampled
                 if args.turn_level_clip:
-                    log_ratio = sum_by(action[rows], log_ratio, last_action)
+                    log_ratio = sum_by(action[rows], log_ratio, last_column)
                 ratio = log_ratio.exp()
                 clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-                policy_error = torch.max(-ratio_advantages[rows] * ratio, -ratio_advantages[rows] * clipped_ratio)
+                policy_error = torch.max(-advantages[rows] * ratio, -advantages[rows] * clipped_ratio)
                 policy_loss = (policy_error * ratio_mask[rows]).sum() / num_ratios
                 clip_fraction = ((ratio != clipped_ratio) * ratio_mask[rows]).sum() / num_ratios
                 kl_loss = torch.zeros_like(policy_loss)
@@ -504,8 +501,8 @@ def learn(agent, rollout, args, generator):
                     kl_loss = ((d.exp() - d - 1) * mask[rows]).sum() / num_tokens
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
 
-                values = baseline[rows] + critic_forward(agent, rollout, mask > 0, rows, hidden_states)
-                values = sum_by(action[rows], values * value_weights[rows], last_action)
+                values = baseline[rows] + critic_forward(agent, rollout, rollout.mask, rows, hidden_states)
+                values = sum_by(action[rows], values * value_weights[rows], last_column)
                 change = (values - old_values[rows]).clamp(-args.clip_coef, args.clip_coef)
                 clipped_values = old_values[rows] + change
                 error = torch.max((values - returns[rows]) ** 2, (clipped_values - returns[rows]) ** 2)

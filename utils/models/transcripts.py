@@ -253,6 +253,7 @@ def pad_right(transcripts, agent, truncated=()):
         "ids": rows([each.ids for each in transcripts], agent.tokenizer.pad_token_id, torch.long),
         "attention_mask": rows([[1] * len(each.ids) for each in transcripts], 0, torch.long),
         "turns": rows([each.turns for each in transcripts], 0, torch.long),
+        "mask": rows([[turn > 0 for turn in each.turns] for each in transcripts], False, torch.bool),
         "rewards": rows([each.rewards for each in transcripts], 0.0, torch.float32),
         "answers": [each.answers for each in transcripts],
         "earned": [each.earned for each in transcripts],
