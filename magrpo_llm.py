@@ -142,8 +142,8 @@ class TeamEnv:
 
     One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
     a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
-    a string. An episode in none of the dicts has ended, and one in which any agent lacks room for an answer: it is
-    in no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, with opposite rewards:
+    a string. An episode in none of the dicts has ended. If any agent lacks room for an answer, the episode is cut for
+    all, and in no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, paid opposites:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -182,7 +182,7 @@ class TeamEnv:
         items = [self.items[b] for b in episodes]
         histories = [self.histories[b] for b in episodes]
         completions = [list(answers.values()) for answers in actions]
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists, one per agent
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
             if self.turn < self.args.num_turns:
@@ -218,7 +218,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: what losses are of
+    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those that losses cover
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
@@ -273,7 +273,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, the chat in its template; never beyond the context
+                    # An end token if the last answer lacks one, the chat in its template; cut at the model's context
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -305,7 +305,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Sums of x [B, S] over tokens with index k [B, S] in column k, [B, last + 1]; by turn, 0 is what was read."""
+    """Sums of x [B, S] over the tokens that have index k [B, S], in column k, [B, last + 1]."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -375,7 +375,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Each process divides its sums by the counts of all / processes; with averaged gradients losses are means
+            # Counts of all processes / number of processes: gradients are averaged over processes, so losses are means
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
