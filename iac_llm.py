@@ -15,7 +15,7 @@ the episode, comes after h_t, all that it has read and written before. log pi(a_
     critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
                          R_t = A_t + V_old(h_t), V_clip: V(h_t) within value_clip_range of V_old(h_t)
 
-The losses' other means are over the answers of a mini-batch. pi_old, V_old, r, A and R are from before the optimiser
+The losses' means are over a mini-batch, its answers or tokens. pi_old, V_old, r, A and R are from before the optimiser
 steps; later steps are off-policy. As on CoMLRL's page the policy loss has no probability ratio and no clip (ppo_llm.py
 has both); s, m_k and the KL penalty are additions. Without the normalisation flags e_k is not divided, and A' = A.
 
@@ -91,8 +91,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. TeamEnv calls them by tasks.load_task, which leaves out keywords that one does not name,
-# as reward_func's histories (all: docs/tasks.md), checks what it returns, and makes N lists of a list for the team.
+# A task is these functions. The last three are called through tasks.load_task: each gets the keywords of a call that it
+# names, as reward_func's histories (all: docs/tasks.md), what it returns is checked, and a team's list is each agent's.
 
 
 def train_dataset(size, seed):

@@ -93,8 +93,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. TeamEnv calls them by tasks.load_task, which leaves out keywords that one does not name,
-# as reward_func's histories (all: docs/tasks.md), checks what it returns, and makes N lists of a list for the team.
+# A task is these functions. The last three are called through tasks.load_task: each gets the keywords of a call that it
+# names, as reward_func's histories (all: docs/tasks.md), what it returns is checked, and a team's list is each agent's.
 
 
 def train_dataset(size, seed):
@@ -346,7 +346,7 @@ def critic_forward(agent, rollout, rows, hidden_states):
 def gae(rewards, values, mask, gamma, gae_lambda):
     """Generalised advantage estimation along each row; columns with mask 0 are skipped, and V = 0 after the last.
 
-    All tensors are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets, 0 elsewhere.
+    All tensors are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; 0 where mask is 0.
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])

@@ -14,7 +14,7 @@ log pi sums over its tokens. In the order of `learn`:
     actor i   maximises  (mean of log pi(a_t^i|h_t^i) A'_t) + entropy_coef * (mean over its sampled tokens of H)
     critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-Other means are over the turns of a mini-batch in which any agent acts. pi_old, V_old, r and A are from before the
+Means of losses are over a mini-batch, its turns in which any agent acts. pi_old, V_old, r and A are from before the
 optimiser steps; later steps are off-policy. As on CoMLRL's page the policy loss has no probability ratio and no clip
 (ppo_llm.py has both); s, m_t and the KL penalty are additions. Without the normalisation flags e_t is not divided, and
 A' = A.
@@ -88,8 +88,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. TeamEnv calls them by tasks.load_task, which leaves out keywords that one does not name,
-# as reward_func's histories (all: docs/tasks.md), checks what it returns, and makes N lists of a list for the team.
+# A task is these functions. The last three are called through tasks.load_task: each gets the keywords of a call that it
+# names, as reward_func's histories (all: docs/tasks.md), what it returns is checked, and a team's list is each agent's.
 
 
 def train_dataset(size, seed):

@@ -68,7 +68,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
     # Advantages
-    gamma: Fraction = 1.0  # discount factor, from turn to turn; what is earned while it waits is of its last answer
+    gamma: Fraction = 1.0  # discount factor, from turn to turn; what is earned in waiting counts with the last answer
     advantage_mode: Literal["mean", "rloo", "max", "raw"] = "mean"  # what R_t is compared with
     kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the reward; it is part of r_t, not of the loss
     advantage_normalization: bool = False  # divide advantages by the group's standard deviation
@@ -84,8 +84,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. TeamEnv calls them by tasks.load_task, which leaves out keywords that one does not name,
-# as reward_func's histories (all: docs/tasks.md), checks what it returns, and makes N lists of a list for the team.
+# A task is these functions. The last three are called through tasks.load_task: each gets the keywords of a call that it
+# names, as reward_func's histories (all: docs/tasks.md), what it returns is checked, and a team's list is each agent's.
 
 
 def train_dataset(size, seed):
@@ -350,7 +350,7 @@ def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
 
-    # 1. Log-probabilities before the update: a pass of actor and reference; step 4 has more of the actor, by epoch
+    # 1. Log-probabilities before the update: a pass of actor and reference. Step 4 has one of the actor in each epoch
     old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
@@ -360,7 +360,7 @@ def learn(agent, rollout, args, generator):
 
     # 2. Returns, R_t of turn t in column t
     last_turn = distributed.max(rollout.turns)  # T, at most --num-turns
-    acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
+    acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column t: it acted in turn t
     token_rewards = rollout.rewards - args.kl_coef * (old_logprobs - ref_logprobs)
     returns = sum_by(rollout.turns, token_rewards, last_turn)  # [B, T + 1] r_t, and by this loop R_t:
     for t in reversed(range(1, last_turn)):

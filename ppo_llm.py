@@ -400,7 +400,7 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
 
     At the cut end of an episode whose last turn is k: the mean, over episodes in which the agent acts in turn k and
     again, of what it earns from its next turn on; m_k if there are none. In self-play with seats that move one after
-    the other a turn is of one seat, and so is its m_k.
+    the other a turn is of one seat, and so is its m_k. --no-turn-baseline: all are one mean, over all turns.
     """
     last_turn = distributed.max(turns)  # T
     acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: in turn k

@@ -111,8 +111,8 @@ def formatters(item): return f"Write about {item['number']}."
 def reward_func(*texts, items):
     return [sum(map(len, own)) / 4 + item["number"] % 5 for *own, item in zip(*texts, items)]
 def external_transition(item, agent_completions):
-    return [f"And {item['number'] * 7}?"] * len(agent_completions) if item["number"] % 3 else None
-"""
+    return [f"And {item['number'] * 7}?"] * len(agent_completions) if item["number"] % 3 == 1 else None
+"""  # so that processes have different numbers of turns
 FOUR = (
     "--train-size 16 --num-train-epochs 1 --rollout-buffer-size 4 --mini-batch-size 4 --save-interval 2 --num-agents 2"
 )
