@@ -247,7 +247,8 @@ def learn(script, game, folder, values="own", num_updates=1, **flags):
         patch.setattr(torch, "randperm", lambda size, **_: torch.arange(size))
         if values == "true":
             patch.setattr(script, "critic_forward", critic_forward)
-            patch.setattr(distributed, "masked_mean", lambda x, mask, dim=(): torch.zeros_like(x.sum(dim)))
+            no_baseline = lambda x, mask, dim=(): torch.zeros_like(x.sum(dim))  # noqa: E731
+            patch.setattr(distributed, "masked_mean", no_baseline)
         sizes = {"rollout_buffer_size": len(PLAYS), "train_size": len(PLAYS), "mini_batch_size": 1, "eval_interval": 0}
         sizes |= {"micro_batch_size": 64, "num_agents": 2, "num_turns": 3, "max_new_tokens": LENGTH}
         sizes |= {"num_train_epochs": num_updates, "output_dir": str(folder)}

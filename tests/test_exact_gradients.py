@@ -371,10 +371,10 @@ def learn(script, num_turns, values, folder, **flags):
 
     def critic_forward(learner, rollout, *arguments):
         rows = arguments[1 if script is ppo_llm else 0]  # PPO's are behind the places that are read
-        found = values_of(team.agents.index(learner) if learner in team.agents else None)[rows]
+        own_values = values_of(team.agents.index(learner) if learner in team.agents else None)[rows]
         if script is iac_llm:
-            found = of_turns(found, rollout.turns[rows], num_turns)
-        return found + 0 * learner.value_head[-1].bias  # it has a gradient, of 0
+            own_values = of_turns(own_values, rollout.turns[rows], num_turns)
+        return own_values + 0 * learner.value_head[-1].bias  # it has a gradient, of 0
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "Run", lambda *_: team)

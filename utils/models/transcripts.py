@@ -248,12 +248,13 @@ def pad_right(transcripts, agent, truncated=()):
         padded = [[*row, *[value] * (width - len(row))] for row in lists]
         return torch.tensor(padded, dtype=dtype, device=device).view(len(transcripts), width)
 
+    turns = rows([each.turns for each in transcripts], 0, torch.long)
     was_cut = [b in truncated for b in range(len(transcripts))]
     return {
         "ids": rows([each.ids for each in transcripts], agent.tokenizer.pad_token_id, torch.long),
         "attention_mask": rows([[1] * len(each.ids) for each in transcripts], 0, torch.long),
-        "turns": rows([each.turns for each in transcripts], 0, torch.long),
-        "mask": rows([[turn > 0 for turn in each.turns] for each in transcripts], False, torch.bool),
+        "turns": turns,
+        "mask": turns > 0,
         "rewards": rows([each.rewards for each in transcripts], 0.0, torch.float32),
         "answers": [each.answers for each in transcripts],
         "earned": [each.earned for each in transcripts],
@@ -357,11 +358,12 @@ def join_transcripts(agents, rollouts, critic, reads, writes):
         row = Row()
         for turn in sorted({turn for turns in own_turns for turn in turns}):
             acting = {i: turns[turn] for i, turns in enumerate(own_turns) if turn in turns}
-            before = "".join(reads.format(i, each.observation) for i, each in acting.items())
-            after = encode_text("".join(writes.format(i, each.answer) for i, each in acting.items()))
-            before = encode_text(before) if row.ids else encode_prompt(before, tokenizer)
-            row.ids += [*before, end, *after]
-            row.turns += [0] * len(before) + [turn] + [0] * len(after)
+            observations = "".join(reads.format(i, each.observation) for i, each in acting.items())
+            answers = "".join(writes.format(i, each.answer) for i, each in acting.items())
+            prompt_ids = encode_text(observations) if row.ids else encode_prompt(observations, tokenizer)
+            answer_ids = encode_text(answers)
+            row.ids += [*prompt_ids, end, *answer_ids]
+            row.turns += [0] * len(prompt_ids) + [turn] + [0] * len(answer_ids)
         check_known(row.ids, tokenizer, critic.critic.config)
         rows.append(row)
     room = getattr(critic.critic.config.get_text_config(), "max_position_embeddings", None)
