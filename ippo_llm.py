@@ -4,7 +4,7 @@ Each agent has its own actor and critic; the other agents are part of its enviro
 actor (its loss trains the actor too) or a model of its own (--use-separate-critic). An agent samples token a_t in
 turn k after h_t, which is all that it has read and written before. In the order of `learn`:
 
-    s       = max(std over episodes of what it earns once it has acted, 0.98 * s of the last update)
+    s       = max(std over episodes of all that it earns from its first answer on, 0.98 * s of the last update)
     e_k     = (what it earns from its answer in turn k until its next one) / (s + reward_norm_eps)
     m_k     = mean over the episodes in which it acts in turn k of the sum of its e_j, j >= k (undiscounted, no KL)
     V(h_t)  = critic(h_t) + m_k
@@ -25,8 +25,8 @@ has both); s, m_k and the KL penalty are additions. Without the normalisation fl
 
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
-Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, n sampled ones of some rows,
-T turns, D units of a hidden state. Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
+Shapes: N agents, B episodes of one process, a row each, S columns of tokens, padded on the right, n sampled tokens of
+the rows of a pass, T turns, D hidden units. Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
 """
 
 import sys
@@ -93,8 +93,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. The last three are called through tasks.load_task: each gets the keywords of a call that it
-# names, as reward_func's histories (all: docs/tasks.md), what it returns is checked, and a team's list is each agent's.
+# A task is these functions. tasks.load_task wraps the last three: each gets those of the keywords in docs/tasks.md that
+# it names, what it returns is checked, and where reward_func returns a list for the team, TeamEnv gets N copies of it.
 
 
 def train_dataset(size, seed):
@@ -154,10 +154,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
-    a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
-    a string. An episode in none of the dicts has ended. If any agent lacks room for an answer, the episode is cut for
-    all, and in no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, paid opposites:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, and ends episodes by itself, after --num-turns steps or
+    before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in these episodes, and
+    waits in others. An episode in no dict has ended. If an agent lacks room to answer, the episode is cut for all, and
+    in no action. Optional: `failed`, episodes not to learn from. Two agents in turn, opposite rewards, two steps:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -236,10 +236,10 @@ class Rollout:
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
-    truncated: torch.Tensor  # [B] True where the episode was cut; for metrics: here it is as if it had ended
+    truncated: torch.Tensor  # [B] True where the episode was cut; for metrics: learn takes a cut for an end
 
 
-@models.in_chunks_or_by_vllm  # gets --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM is in its place
+@models.in_chunks_or_by_vllm  # called on --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM samples
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -294,7 +294,7 @@ def play(agents, task, items, args, generator):
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], where it waits
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -306,7 +306,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # else no token to pay; [-1] is its latest answer's last, even if it waited
+                    if own[b].answers:  # else no token to pay. It reads only to act, so [-1] ends its latest answer
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -326,8 +326,8 @@ def sum_by(index, x, last):
 def policy_forward(policy, rollout, rows, args):
     """log pi of each sampled token and its distribution's entropy, [rows, S], else 0; its hidden states, [n, D]."""
     mask = rollout.mask[rows]
-    # Logits predict the next token: these are logits[:, :-1][mask[:, 1:]], [n, vocabulary], with the hidden states
-    # that they come from, [n, D]. No others are computed
+    # Logits predict the next token: out.logits [n, vocabulary] are a full pass's logits[:, :-1][mask[:, 1:]], the only
+    # ones computed; out.hidden_states [n, D] are those that they come from
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -336,7 +336,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """critic(h_t), read before each sampled token, [rows, S]; a separate critic ignores the actor's hidden_states."""
+    """critic(h_t) of sampled tokens, [rows, S]: by the actor's hidden_states or its model. No critic: zeros."""
     mask = rollout.mask[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask).hidden_states
@@ -373,13 +373,13 @@ def learn(agent, rollout, args, generator):
         agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)
 
-    # 2. m_k: the mean of what is still earned from turn k on, own episode included. The critic learns what is left
+    # 2. m_k: the mean of what is still earned from turn k on, own episode included. The critic adds what h_t tells
     rewards_to_go = sum_by(rollout.turns, rewards, last_turn).flip(1).cumsum(1).flip(1)
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
     baseline = m[rollout.turns]  # [B, S] V = critic + baseline; with zeros in its place V is the critic alone
 
-    # 3. Log-probabilities and values before the update: a pass without gradients of each model. Step 5 has more passes
-    old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
+    # 3. Before the update: a pass without gradients of actor, reference and critic model. Step 5: actor, critic again
+    old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or PPO's ratio
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
@@ -401,7 +401,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of all processes / number of processes: gradients are averaged over processes, so losses are means
+            # Counts of all processes / processes: gradients are averaged over processes, so losses are means over all
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)

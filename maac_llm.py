@@ -24,7 +24,7 @@ A' = A.
 
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
-Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
+Shapes: N agents, B episodes of one process, S columns of tokens, padded on the right, T turns.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
 """
 
@@ -82,14 +82,14 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0
     actor_learning_rate: NonNegativeFloat = 5e-4
-    critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
+    critic_learning_rate: NonNegativeFloat = 1e-3  # of the critic and its value head
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
     max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. The last three are called through tasks.load_task: each gets the keywords of a call that it
-# names, as reward_func's histories (all: docs/tasks.md), what it returns is checked, and a team's list is each agent's.
+# A task is these functions. tasks.load_task wraps the last three: each gets those of the keywords in docs/tasks.md that
+# it names, what it returns is checked, and where reward_func returns a list for the team, TeamEnv gets N copies of it.
 
 
 def train_dataset(size, seed):
@@ -141,7 +141,7 @@ class Agent:
 
 
 class Critic:
-    """The team's critic and its optimiser."""
+    """The team's critic, its optimiser, and s. Without a critic V = m_t: zeros for critic_forward, no value loss."""
 
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
@@ -154,10 +154,10 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
-    a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
-    a string. An episode in none of the dicts has ended. If any agent lacks room for an answer, the episode is cut for
-    all, and in no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, paid opposites:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, and ends episodes by itself, after --num-turns steps or
+    before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in these episodes, and
+    waits in others. An episode in no dict has ended. If an agent lacks room to answer, the episode is cut for all, and
+    in no action. Optional: `failed`, episodes not to learn from. Two agents in turn, opposite rewards, two steps:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -236,10 +236,10 @@ class Rollout:
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; for metrics
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted: learn reads these
-    truncated: torch.Tensor  # [B] True where the episode was cut; for metrics: here it is as if it had ended
+    truncated: torch.Tensor  # [B] True where the episode was cut; for metrics: learn takes a cut for an end
 
 
-@models.in_chunks_or_by_vllm  # gets --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM is in its place
+@models.in_chunks_or_by_vllm  # called on --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM samples
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -294,7 +294,7 @@ def play(agents, task, items, args, generator):
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], where it waits
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -306,7 +306,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # else no token to pay; [-1] is its latest answer's last, even if it waited
+                    if own[b].answers:  # else no token to pay. It reads only to act, so [-1] ends its latest answer
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -326,8 +326,8 @@ def sum_by(index, x, last):
 def policy_forward(policy, rollout, rows, args):
     """log pi of each sampled token and its distribution's entropy, [rows, S], else 0."""
     mask = rollout.mask[rows]
-    # Logits predict the next token: these are logits[:, :-1][mask[:, 1:]], [n, vocabulary], with the hidden states
-    # that they come from, [n, D]. No others are computed
+    # Logits predict the next token: out.logits [n, vocabulary] are a full pass's logits[:, :-1][mask[:, 1:]], the only
+    # ones computed; out.hidden_states [n, D] are those that they come from
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -338,8 +338,8 @@ def policy_forward(policy, rollout, rows, args):
 def critic_forward(critic, joint, rows, last_turn):
     """critic(h_t) in column t, [rows, T + 1], 0 in turns in which nobody acts.
 
-    joint has ids, attention_mask and marks, [B, tokens of the longest]. Each turn is what the agents that act read, an
-    end token, and what they write; marks are t on that end token, before which V(h_t) is read, and 0 elsewhere.
+    joint: ids, attention_mask, marks, [B, tokens of the longest]; in each turn what its agents read, an end token, what
+    they write. marks: t on that end token, else 0. critic(h_t) is read from the hidden state before it, where h_t ends.
     """
     marks = joint.marks[rows]
     out = critic.critic.read(joint.ids[rows], joint.attention_mask[rows], before=marks > 0)
@@ -350,13 +350,12 @@ def critic_forward(critic, joint, rows, last_turn):
 @timed
 def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
-    masks = [rollout.mask.float() for rollout in rollouts]  # N [B, S] 1 on tokens that the agent sampled
-    # What the critic reads, of each agent in these words (see critic_forward); too long: an error
+    # What the critic reads (see critic_forward), of each acting agent in these words; beyond its context: UserError
     joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
     last_turn = distributed.max(joint.marks)  # T, at most --num-turns
     played = sum_by(joint.marks, (joint.marks > 0).float(), last_turn)  # [B, T + 1] 1 if anyone acted in turn t
 
-    # 1. Rewards, [B, T + 1]: the mean over agents of what they earn in turn t, in standard deviations of an episode's
+    # 1. Rewards e_t, [B, T + 1]: what the agents earn in turn t, their mean, divided by s, the deviation over episodes
     rewards = sum(models.earned_by_turn(rollout, last_turn) for rollout in rollouts) / len(agents)
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
@@ -368,26 +367,27 @@ def learn(agents, critic, rollouts, args, generator):
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
     m = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1] m_t in column t, 0 in column 0
 
-    # 3. Log-probabilities and values before the update, a pass without gradients of each model, and with them r_t
+    # 3. pi_old, pi_ref, V_old and r_t: a pass without gradients of each actor, each reference, and the critic
     metrics = []
     old_values = torch.zeros_like(rewards)
-    turn_rewards = rewards  # r_t, once each agent's KL penalty has been subtracted
+    penalised = rewards  # r_t, once the loop has subtracted each agent's KL penalty
     with torch.no_grad():
-        for agent, rollout, mask in zip(agents, rollouts, masks):
+        for agent, rollout in zip(agents, rollouts):
+            mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
             old_logprobs = torch.zeros_like(mask)  # for the KL penalty; for PPO's ratio keep them in a list
             ref_logprobs = torch.zeros_like(mask)
             for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less to read
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
             kl = old_logprobs - ref_logprobs
-            turn_rewards = turn_rewards - args.kl_coef * sum_by(rollout.turns, kl, last_turn)
+            penalised = penalised - args.kl_coef * sum_by(rollout.turns, kl, last_turn)
             ref_logprob = distributed.masked_mean(ref_logprobs, mask)
             metrics.append({"kl": distributed.masked_mean(kl, mask), "reference_logprob": ref_logprob})
         for rows in joint.attention_mask.sum(1).argsort().split(args.micro_batch_size):
             old_values[rows] = (m + critic_forward(critic, joint, rows, last_turn)) * played[rows]
 
     # 4. Advantages. Another algorithm puts its own here
-    targets = (turn_rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) is 0 at the end
+    targets = (penalised + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) in column t; 0 at the end
     advantages = targets - old_values  # the TD error
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, played)
@@ -399,9 +399,9 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of all processes / number of processes: gradients are averaged over processes, so losses are means
+            # Counts of all processes / processes: gradients are averaged over processes, so losses are means over all
             num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)
-            num_tokens = [distributed.mean(mask[minibatch].sum()).clamp(min=1e-6) for mask in masks]
+            num_tokens = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch.split(args.micro_batch_size):
                 for agent, rollout, count in zip(agents, rollouts, num_tokens):
                     logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
@@ -426,7 +426,7 @@ def learn(agents, critic, rollouts, args, generator):
 
     # 6. Metrics; run.log averages over processes. Losses and entropy: means over the steps; grad_norm: of the last
     num_steps = args.update_epochs * len(minibatches)
-    losses = torch.stack(losses).view(-1, len(agents), 2).sum(0) / num_steps
+    losses = torch.stack(losses).view(-1, len(agents), 2).sum(0) / num_steps  # [N, 2]: policy loss and entropy
     for own, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):
         own |= {"policy_loss": policy_loss, "entropy": entropy, "grad_norm": grad_norm}
     return metrics, {

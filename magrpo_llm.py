@@ -22,7 +22,7 @@ episodes of T turns. Here K episodes are played to their ends: after the first t
 
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
-Shapes: N agents, B episodes of one process, S tokens of a transcript, padded on the right, T turns.
+Shapes: N agents, B episodes of one process, S columns of tokens, padded on the right, T turns.
 Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
 """
 
@@ -84,8 +84,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. The last three are called through tasks.load_task: each gets the keywords of a call that it
-# names, as reward_func's histories (all: docs/tasks.md), what it returns is checked, and a team's list is each agent's.
+# A task is these functions. tasks.load_task wraps the last three: each gets those of the keywords in docs/tasks.md that
+# it names, what it returns is checked, and where reward_func returns a list for the team, TeamEnv gets N copies of it.
 
 
 def train_dataset(size, seed):
@@ -140,10 +140,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
-    a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
-    a string. An episode in none of the dicts has ended. If any agent lacks room for an answer, the episode is cut for
-    all, and in no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, paid opposites:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, and ends episodes by itself, after --num-turns steps or
+    before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in these episodes, and
+    waits in others. An episode in no dict has ended. If an agent lacks room to answer, the episode is cut for all, and
+    in no action. Optional: `failed`, episodes not to learn from. Two agents in turn, opposite rewards, two steps:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -222,10 +222,10 @@ class Rollout:
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
-    truncated: torch.Tensor  # [B] True where the episode was cut; for metrics: here it is as if it had ended
+    truncated: torch.Tensor  # [B] True where the episode was cut; for metrics: learn takes a cut for an end
 
 
-@models.in_chunks_or_by_vllm  # gets --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM is in its place
+@models.in_chunks_or_by_vllm  # called on --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM samples
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -280,7 +280,7 @@ def play(agents, task, items, args, generator):
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], where it waits
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -292,7 +292,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # else no token to pay; [-1] is its latest answer's last, even if it waited
+                    if own[b].answers:  # else no token to pay. It reads only to act, so [-1] ends its latest answer
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -312,8 +312,8 @@ def sum_by(index, x, last):
 def policy_forward(policy, rollout, rows, args):
     """log pi of each sampled token and its distribution's entropy, [rows, S], else 0."""
     mask = rollout.mask[rows]
-    # Logits predict the next token: these are logits[:, :-1][mask[:, 1:]], [n, vocabulary], with the hidden states
-    # that they come from, [n, D]. No others are computed
+    # Logits predict the next token: out.logits [n, vocabulary] are a full pass's logits[:, :-1][mask[:, 1:]], the only
+    # ones computed; out.hidden_states [n, D] are those that they come from
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -375,7 +375,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of all processes / number of processes: gradients are averaged over processes, so losses are means
+            # Counts of all processes / processes: gradients are averaged over processes, so losses are means over all
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):

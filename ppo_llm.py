@@ -4,8 +4,8 @@ Each agent has its own actor and critic: adapters on a base that agents share (-
 --no-use-separate-critic the critic is a head on the actor, whose loss trains the actor too. h_t is all that an agent
 has read and written before it samples a_t, its action, a token of turn k:
 
-    r_t     = what it earns from a_t until its next action    (--reward-normalization: / its std over episodes)
-    m_k     = mean of what it earns from turn k on     undiscounted, over episodes in which it acts in turn k
+    r_t     = what it earns from a_t until its next action   --reward-normalization: / std of an episode's sum of r
+    m_k     = mean of what it earns from turn k on     undiscounted, over the episodes in which it acts in turn k
     V(h_t)  = critic(h_t) + m_k                        m_k is an addition to PPO: the critic learns what is left
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
@@ -16,8 +16,8 @@ has read and written before it samples a_t, its action, a token of turn k:
                                   R_t = A_t + V_old(h_t), V_clip: V(h_t) within eps of V_old(h_t)
 
 Old:   pi_old, V_old, A and R are from before the optimiser steps; pi_ref is the reference.
-End:   after the last action V_old = 0 where the episode ends. Where it is cut, by its environment or for lack of room,
-       V_old = critic(all that was read and written) + the mean that episodes which go on still earn after that turn.
+End:   after its last action, of turn k, V_old = 0. If the episode is cut, by its environment or for lack of room,
+       V_old = critic(all read and written) + mean of what is earned after turn k where it acts again, or m_k if never.
 A':    (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update), which is not in PPO either;
        A without --advantage-normalization.
 Means: over a mini-batch; max(...), KL and H over its sampled tokens, the critic's over its actions.
@@ -49,7 +49,7 @@ from transformers import set_seed
 from utils import distributed, models, tasks
 from utils.cli import Fraction, command_line, flags, needs, not_with  # needs(x): only with x; not_with(x): only without
 from utils.clock import timed
-from utils.envs.guess import guess_value, optimum  # noqa: F401  utils.run draws it beside the curve
+from utils.envs.guess import guess_value, optimum  # noqa: F401  utils.run draws optimum beside the curve
 from utils.opponents import make_opponents
 from utils.run import FolderArgs, Run
 
@@ -88,7 +88,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Advantages
     # what is an action; auto: a turn if --num-turns is above 1, else a token
     action_granularity: Literal["token", "turn", "auto"] = "token"
-    # V of an answer: of its first token, which has read none of it, the mean over its tokens, or of its last
+    # V of an answer: of its first token, which has read none of it; mean over its tokens, or last: A is biased then
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(
         "action_granularity=token", "action_granularity=auto&num_turns=1", default="first_value"
     )
@@ -101,7 +101,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
     # Optimisation
     update_epochs: PositiveInt = 2  # passes over a rollout
-    clip_coef: PositiveFloat = 0.2  # eps, of the ratio and of values
+    clip_coef: PositiveFloat = 0.2  # eps, of the ratio, and of V in units of (normalised) reward
     # the ratio of a turn, not of a token
     turn_level_clip: bool = not_with("action_granularity=token", "action_granularity=auto&num_turns=1", default=False)
     kl_loss_coef: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference
@@ -186,10 +186,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    One of your own (--env FILE.py, a class TeamEnv) keeps to --num-turns. Its __init__ is as here. reset and step give
-    a dict for each agent, which acts in the episodes that are its keys, and waits in others; a chat is messages or
-    a string. An episode in none of the dicts has ended. If any agent lacks room for an answer, the episode is cut for
-    all, and in no action. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, paid opposites:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, and ends episodes by itself, after --num-turns steps or
+    before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in these episodes, and
+    waits in others. An episode in no dict has ended. If an agent lacks room to answer, the episode is cut for all, and
+    in no action. Optional: `failed`, episodes not to learn from. Two agents in turn, opposite rewards, two steps:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -271,7 +271,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut
 
 
-@models.in_chunks_or_by_vllm  # gets --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM is in its place
+@models.in_chunks_or_by_vllm  # called on --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM samples
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -326,7 +326,7 @@ def play(agents, task, items, args, generator):
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] of [], where it waits
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -338,7 +338,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # else no token to pay; [-1] is its latest answer's last, even if it waited
+                    if own[b].answers:  # else no token to pay. It reads only to act, so [-1] ends its latest answer
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -361,8 +361,8 @@ def policy_forward(policy, rollout, places, rows, args):
     They are computed at the n `places` [B, S] of these rows that are True. Elsewhere they are 0.
     """
     places = places[rows]
-    # Logits predict the next token: of the columns before `places`, logits[:, :-1][places[:, 1:]], [n, vocabulary], and
-    # hidden states, [n, D]. The output layer runs on these alone
+    # For a place in column t the logits, [n, vocabulary], and hidden states, [n, D], of column t - 1, which predict
+    # token t: a full pass's logits[:, :-1][places[:, 1:]], the only ones computed
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=places)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][places])
@@ -396,19 +396,21 @@ def gae(rewards, values, mask, is_cut_end, gamma, gae_lambda):
 
 
 def mean_rewards_to_go(rewards, turns, is_cut_end, args):
-    """m_k on the tokens of turn k, [B, S]: the mean over episodes, own one included, of what is earned from turn k on.
+    """m [B, S], the part of V that is not the critic's: m_k on the tokens of turn k, m_after at a cut end, 0 elsewhere.
 
-    At the cut end of an episode whose last turn is k: the mean, over episodes in which the agent acts in turn k and
-    again, of what it earns from its next turn on; m_k if there are none. In self-play with seats that move one after
-    the other a turn is of one seat, and so is its m_k. --no-turn-baseline: all are one mean, over all turns.
+    m_k: what is earned from turn k on, a mean over the episodes, own one included, in which the agent acts in turn k.
+    m_after, of its last turn k: what is earned after turn k, a mean over episodes in which it acts in turn k and again;
+    m_k if there are none. --no-turn-baseline: both are one mean, over all turns. In self-play with seats that move one
+    after the other a turn is of one seat, and so is its m_k.
     """
     last_turn = distributed.max(turns)  # T
     acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: in turn k
-    rewards_to_go = sum_by(turns, rewards, last_turn).flip(1).cumsum(1).flip(1)
+    rewards_to_go = sum_by(turns, rewards, last_turn).flip(1).cumsum(1).flip(1)  # [B, T + 1] earned from turn k on
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
     own_last_turn = turns.amax(1, keepdim=True)  # [B, 1]
-    acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)
-    m_after = distributed.masked_mean(pad(rewards_to_go[:, 1:], (0, 1)), acts_again, dim=0)
+    acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)  # in turn k and later
+    rewards_after = pad(rewards_to_go[:, 1:], (0, 1))  # [B, T + 1] earned after turn k
+    m_after = distributed.masked_mean(rewards_after, acts_again, dim=0)
     any_acts_again = distributed.masked_mean(acts_again, acted, dim=0) > 0  # [T + 1] in any process
     m_after = m_after.where(any_acts_again, m)
     if not args.turn_baseline:
@@ -426,15 +428,15 @@ def learn(agent, rollout, args, generator):
 
     # 1. Actions: tokens, or turns, each in the column of its last token, where what it earns stands
     if args.action_granularity == "token" or (args.action_granularity == "auto" and args.num_turns == 1):
-        action = columns  # [B, S] the column of the action that a sampled token is of
+        action_column = columns  # [B, S] the column where the action stands that a sampled token is of
         action_mask = value_weights = mask
     else:
         is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
-        is_last = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))
-        ends = columns.where(is_last > 0, last_column)  # on a turn's last token its own column
-        action = ends.flip(1).cummin(1).values.flip(1)  # elsewhere the next such column to the right
+        is_last = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))  # on the last
+        ends = columns.where(is_last > 0, last_column)  # on a turn's last token its own column, elsewhere S - 1
+        action_column = ends.flip(1).cummin(1).values.flip(1)  # the least of `ends` from a token to the right
         action_mask = is_last
-        tokens_of_turn = sum_by(action, mask, last_column).gather(1, action).clamp(min=1)
+        tokens_of_turn = sum_by(action_column, mask, last_column).gather(1, action_column).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": is_last}
         value_weights = reductions[args.turn_value_reduction]  # [B, S] weight of a token's V in V of its turn
 
@@ -448,10 +450,10 @@ def learn(agent, rollout, args, generator):
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
-    baseline = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + it; zeros: plain PPO
+    m = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + m; zeros: plain PPO
 
-    # 4. Log-probabilities and values before the update: one pass of actor, critic and, with a KL loss, reference. The
-    #    sampler's own are not used: with --top-p or vLLM they differ
+    # 4. Log-probabilities and values before the update: a pass without gradients of actor, critic model and, with a KL
+    #    loss, reference. Step 6: actor, critic again. The sampler's own are not used: with --top-p or vLLM they differ
     old_logprobs = torch.zeros_like(mask)
     ref_logprobs = torch.zeros_like(mask)
     token_values = torch.zeros_like(mask)
@@ -460,17 +462,18 @@ def learn(agent, rollout, args, generator):
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, places, rows, args)
             if args.kl_loss_coef > 0:
                 ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rollout.mask, rows, args)
-            token_values[rows] = baseline[rows] + critic_forward(agent, rollout, places, rows, hidden_states)
+            token_values[rows] = m[rows] + critic_forward(agent, rollout, places, rows, hidden_states)
     old_logprobs = old_logprobs.where(rollout.mask, 0.0)  # a cut end is no sampled token
-    old_values = sum_by(action, token_values * value_weights, last_column) + token_values * is_cut_end
+    old_values = sum_by(action_column, token_values * value_weights, last_column) + token_values * is_cut_end
 
-    # 5. Advantages, and returns, the critic's targets, in the columns of actions. Another algorithm puts its own here
+    # 5. Advantages, and returns, the critic's targets, in the columns of actions. Another algorithm puts its own here;
+    #    one without a critic has returns = old_values, and --value-loss-coef 0
     advantages, returns = gae(rewards, old_values, action_mask, is_cut_end, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly, or late noise would grow
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
-    advantages = advantages.gather(1, action)  # a sampled token has that of its action; masks hide the rest
+    advantages = advantages.gather(1, action_column)  # a sampled token has that of its action; masks hide the rest
 
     # 6. Optimiser steps
     entropy_coef = args.entropy_coef
@@ -482,7 +485,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of all processes / number of processes: gradients are averaged over processes, so losses are means
+            # Counts of all processes / processes: gradients are averaged over processes, so losses are means over all
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
@@ -490,7 +493,7 @@ def learn(agent, rollout, args, generator):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rollout.mask, rows, args)
                 log_ratio = logprobs - old_logprobs[rows]  # both are 0 where no token was sampled
                 if args.turn_level_clip:
-                    log_ratio = sum_by(action[rows], log_ratio, last_column)
+                    log_ratio = sum_by(action_column[rows], log_ratio, last_column)
                 ratio = log_ratio.exp()
                 clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
                 policy_error = torch.max(-advantages[rows] * ratio, -advantages[rows] * clipped_ratio)
@@ -502,8 +505,8 @@ def learn(agent, rollout, args, generator):
                     kl_loss = ((d.exp() - d - 1) * mask[rows]).sum() / num_tokens
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
 
-                values = baseline[rows] + critic_forward(agent, rollout, rollout.mask, rows, hidden_states)
-                values = sum_by(action[rows], values * value_weights[rows], last_column)
+                values = m[rows] + critic_forward(agent, rollout, rollout.mask, rows, hidden_states)
+                values = sum_by(action_column[rows], values * value_weights[rows], last_column)
                 change = (values - old_values[rows]).clamp(-args.clip_coef, args.clip_coef)
                 clipped_values = old_values[rows] + change
                 error = torch.max((values - returns[rows]) ** 2, (clipped_values - returns[rows]) ** 2)

@@ -19,8 +19,8 @@ from typing import Annotated
 
 import torch
 import tyro
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
-from torch.nn.functional import cross_entropy
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -47,6 +47,7 @@ class GameArgs:
     num_matches: PositiveInt = 64  # matches of a step, all of them new
     steps: PositiveInt = 200  # optimiser steps
     max_moves: PositiveInt = 100  # of a match, of all seats together
+    reading_coef: NonNegativeFloat = 0.0  # of a loss by which the hidden state before an answer tells what was read
     learning_rate: PositiveFloat = 3e-3  # falls to 0 over the run; for a model of yours, smaller
     seed: NonNegativeInt = 1
 
@@ -68,6 +69,20 @@ def new_model(args):
         head_dim=args.hidden_size // 4,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def reading_loss(hidden_states, ids, is_last):
+    """What the hidden states lack to tell transcripts apart: a quarter of their units is to hold a code of what was read.
+
+    hidden_states [B, S, D], ids [B, S], is_last [B, S] True on tokens before an answer. A code is the sum of random
+    vectors, one for each three tokens that follow each other; its units have mean 0 and deviation 1 over the batch.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(2**14, hidden_states.shape[-1] // 4, generator=generator)
+    trigrams = pad(ids, (2, 0)).unfold(1, 3, 1) @ torch.tensor([613**2, 613, 1]) % len(vectors)  # [B, S]
+    codes = vectors[trigrams].cumsum(1)[is_last]  # [n, D / 4]
+    codes = (codes - codes.mean(0)) / (codes.std(0, correction=0) + 1e-6)
+    return ((hidden_states[is_last][:, : codes.shape[1]] - codes) ** 2).mean()
 
 
 def play_match(game, seed, agent, max_moves):
@@ -122,9 +137,12 @@ def main(args):
         rows = [row for k in seeds for row in play_match(game, args.seed * 2**24 + k, agent, args.max_moves)]
         ids = pad_sequence([torch.tensor(own) for own, _ in rows], batch_first=True)
         weights = pad_sequence([torch.tensor(own) for _, own in rows], batch_first=True)[:, 1:]  # 0 on padding
-        logits = model(ids).logits[:, :-1].float()  # padded on the right: no token reads padding
-        nats = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        read = model(ids, output_hidden_states=True)  # padded on the right: no token reads padding
+        nats = cross_entropy(read.logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")
         loss = (nats * weights).sum() / weights.sum()
+        if args.reading_coef:
+            is_last = (weights == 1.0) & (pad(weights, (1, 0))[:, :-1] < 1.0)  # the token before an answer
+            loss = loss + args.reading_coef * reading_loss(read.hidden_states[-1][:, :-1], ids[:, :-1], is_last)
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
