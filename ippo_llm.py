@@ -26,7 +26,7 @@ has both); s, m_k and the KL penalty are additions. Without the normalisation fl
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process, a row each, S columns of tokens, padded on the right, n sampled tokens of
-the rows of a pass, T turns, D hidden units. Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
+the b rows of a pass, T last turn, D hidden units. Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
 """
 
 import sys
@@ -75,7 +75,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     gae_lambda: Fraction = 0.95
     reward_normalization: bool = True  # divide rewards by the deviation s of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to s
-    kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the normalised reward
+    kl_coef: NonNegativeFloat = 0.03  # normalised reward taken off for each nat of log pi_old - log pi_ref
     advantage_normalization: bool = True  # standardise advantages over the rollout
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to the deviation of A
 
@@ -83,8 +83,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     update_epochs: PositiveInt = 1  # passes over a rollout
     mini_batch_size: PositiveInt = 16  # episodes of a step, of all processes; an update's later steps are off-policy
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
-    entropy_coef: NonNegativeFloat = 0.0
-    value_loss_coef: NonNegativeFloat = 0.5
+    entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
+    value_loss_coef: NonNegativeFloat = 0.5  # weight of the critic's loss
     value_clip_range: PositiveOrInf = 0.2  # PPO's clip of V around V_old, in normalised rewards; inf: no clip
     actor_learning_rate: NonNegativeFloat = 5e-4
     critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
@@ -112,7 +112,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """Score joint answers, N lists of texts; returns a list of floats for the team, or N such lists, one per agent.
+    """completions[i][b] answers items[b]. Returns rewards[b] of the team, or rewards[i][b], as [r, [-x for x in r]].
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -154,10 +154,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, and ends episodes by itself, after --num-turns steps or
-    before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in these episodes, and
-    waits in others. An episode in no dict has ended. If an agent lacks room to answer, the episode is cut for all, and
-    in no action. Optional: `failed`, episodes not to learn from. Two agents in turn, opposite rewards, two steps:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, items {"seed": int}, and ends episodes by itself, after
+    --num-turns steps or before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in
+    these, and waits in others. An episode in no dict has ended. If an agent has no room for an answer, all stop: step
+    gets no more of it. Optional: `failed`, episodes not to learn from. Two agents in turn, paid opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -186,7 +186,7 @@ class TeamEnv:
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts: there agents read a last observation, act no more, and earn no more. A task cuts none.
+        cuts: they earn in this step and no more; agents may read a last observation, and act no more. A task cuts none.
         """
         self.turn += 1
         episodes = list(actions[0])  # those that go on; all agents act in them
@@ -232,7 +232,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those that losses cover
+    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those of the policy loss
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
@@ -287,14 +287,14 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, the chat in its template; cut at the model's context
+                    # An end token if the last answer lacks one, then the chat in its template, as far as it fits
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] if it waits
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # after h_t; [] if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -306,9 +306,9 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # else no token to pay. It reads only to act, so [-1] ends its latest answer
+                    if own[b].answers:  # [-1] ends the latest: nothing was read since. Before the first: no token
                         own[b].rewards[-1] += own_rewards[b]
-            truncated |= cut
+            truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
@@ -319,15 +319,15 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Sums of x [B, S] over the tokens that have index k [B, S], in column k, [B, last + 1]."""
+    """[B, last + 1]: column k holds, row by row, the sum of x [B, S] over the places where index [B, S] is k."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi of each sampled token and its distribution's entropy, [rows, S], else 0; its hidden states, [n, D]."""
+    """log pi(a_t|h_t) and H(pi(.|h_t)) of sampled tokens, [b, S], else 0; the hidden states behind them, [n, D]."""
     mask = rollout.mask[rows]
-    # Logits predict the next token: out.logits [n, vocabulary] are a full pass's logits[:, :-1][mask[:, 1:]], the only
-    # ones computed; out.hidden_states [n, D] are those that they come from
+    # before=mask: outputs of the n places that predict the sampled tokens, each a column before its token. out.logits
+    # [n, vocabulary] are a full pass's logits[:, :-1][mask[:, 1:]]; the others are not computed
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -336,7 +336,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """critic(h_t) of sampled tokens, [rows, S]: by the actor's hidden_states or its model. No critic: zeros."""
+    """critic(h_t) of sampled tokens, [b, S], else 0: from the actor's hidden_states, or from the critic's own."""
     mask = rollout.mask[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask).hidden_states
@@ -362,8 +362,8 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
-    last_turn = distributed.max(rollout.turns)  # T, at most --num-turns
+    mask = rollout.mask.float()  # [B, S] rollout.mask to multiply by: 1 on tokens that the agent sampled
+    last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 
     # 1. Rewards, in standard deviations of what an episode earns
@@ -374,11 +374,11 @@ def learn(agent, rollout, args, generator):
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)
 
     # 2. m_k: the mean of what is still earned from turn k on, own episode included. The critic adds what h_t tells
-    rewards_to_go = sum_by(rollout.turns, rewards, last_turn).flip(1).cumsum(1).flip(1)
+    rewards_to_go = sum_by(rollout.turns, rewards, last_turn).flip(1).cumsum(1).flip(1)  # sum of e_j, j >= k
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
-    baseline = m[rollout.turns]  # [B, S] V = critic + baseline; with zeros in its place V is the critic alone
+    baseline = m[rollout.turns]  # [B, S] V = baseline + critic_forward; zeros may take the place of either
 
-    # 3. Before the update: a pass without gradients of actor, reference and critic model. Step 5: actor, critic again
+    # 3. A pass of actor, reference and critic model without gradients; step 5: of actor and critic with, in every epoch
     old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or PPO's ratio
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
@@ -390,10 +390,10 @@ def learn(agent, rollout, args, generator):
 
     # 4. Advantages. Another algorithm puts its own here
     token_rewards = rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask  # r_t
-    advantages, returns = gae(token_rewards, old_values, mask, args.gamma, args.gae_lambda)
+    advantages, returns = gae(token_rewards, old_values, mask, args.gamma, args.gae_lambda)  # A_t, R_t
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, mask)
-        advantages = (advantages - mean) / (std + args.advantage_norm_eps)
+        advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t
 
     # 5. Optimiser steps
     losses = []
@@ -401,7 +401,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of all processes / processes: gradients are averaged over processes, so losses are means over all
+            # Counts per process: as gradients are averaged over processes, each token or answer weighs the same
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)

@@ -72,7 +72,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     gamma: Fraction = 1.0  # discount factor, from turn to turn
     reward_normalization: bool = True  # divide rewards by the deviation s of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to s
-    kl_coef: NonNegativeFloat = 0.03  # KL coefficient, in units of the normalised reward
+    kl_coef: NonNegativeFloat = 0.03  # normalised reward taken off for each nat of log pi_old - log pi_ref
     advantage_normalization: bool = True  # standardise advantages over the rollout
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to the deviation of A
 
@@ -80,7 +80,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     update_epochs: PositiveInt = 1  # passes over a rollout
     mini_batch_size: PositiveInt = 16  # episodes of a step, of all processes; an update's later steps are off-policy
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
-    entropy_coef: NonNegativeFloat = 0.0
+    entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     actor_learning_rate: NonNegativeFloat = 5e-4
     critic_learning_rate: NonNegativeFloat = 1e-3  # of the critic and its value head
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
@@ -107,7 +107,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """Score joint answers, N lists of texts; returns a list of floats for the team, or N such lists, one per agent.
+    """completions[i][b] answers items[b]. Returns rewards[b] of the team, or rewards[i][b], as [r, [-x for x in r]].
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -154,10 +154,10 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, and ends episodes by itself, after --num-turns steps or
-    before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in these episodes, and
-    waits in others. An episode in no dict has ended. If an agent lacks room to answer, the episode is cut for all, and
-    in no action. Optional: `failed`, episodes not to learn from. Two agents in turn, opposite rewards, two steps:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, items {"seed": int}, and ends episodes by itself, after
+    --num-turns steps or before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in
+    these, and waits in others. An episode in no dict has ended. If an agent has no room for an answer, all stop: step
+    gets no more of it. Optional: `failed`, episodes not to learn from. Two agents in turn, paid opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -186,7 +186,7 @@ class TeamEnv:
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts: there agents read a last observation, act no more, and earn no more. A task cuts none.
+        cuts: they earn in this step and no more; agents may read a last observation, and act no more. A task cuts none.
         """
         self.turn += 1
         episodes = list(actions[0])  # those that go on; all agents act in them
@@ -232,7 +232,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those that losses cover
+    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those of the policy loss
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; for metrics
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted: learn reads these
@@ -287,14 +287,14 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, the chat in its template; cut at the model's context
+                    # An end token if the last answer lacks one, then the chat in its template, as far as it fits
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] if it waits
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # after h_t; [] if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -306,9 +306,9 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # else no token to pay. It reads only to act, so [-1] ends its latest answer
+                    if own[b].answers:  # [-1] ends the latest: nothing was read since. Before the first: no token
                         own[b].rewards[-1] += own_rewards[b]
-            truncated |= cut
+            truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
@@ -319,15 +319,15 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Sums of x [B, S] over the tokens that have index k [B, S], in column k, [B, last + 1]."""
+    """[B, last + 1]: column k holds, row by row, the sum of x [B, S] over the places where index [B, S] is k."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi of each sampled token and its distribution's entropy, [rows, S], else 0."""
+    """log pi of each sampled token and its distribution's entropy, [b, S], else 0."""
     mask = rollout.mask[rows]
-    # Logits predict the next token: out.logits [n, vocabulary] are a full pass's logits[:, :-1][mask[:, 1:]], the only
-    # ones computed; out.hidden_states [n, D] are those that they come from
+    # before=mask: outputs of the n places that predict the sampled tokens, each a column before its token. out.logits
+    # [n, vocabulary] are a full pass's logits[:, :-1][mask[:, 1:]]; the others are not computed
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -336,7 +336,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(critic, joint, rows, last_turn):
-    """critic(h_t) in column t, [rows, T + 1], 0 in turns in which nobody acts.
+    """critic(h_t) in column t, [b, T + 1], 0 in turns in which nobody acts.
 
     joint: ids, attention_mask, marks, [B, tokens of the longest]; in each turn what its agents read, an end token, what
     they write. marks: t on that end token, else 0. critic(h_t) is read from the hidden state before it, where h_t ends.
@@ -352,7 +352,7 @@ def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
     # What the critic reads (see critic_forward), of each acting agent in these words; beyond its context: UserError
     joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
-    last_turn = distributed.max(joint.marks)  # T, at most --num-turns
+    last_turn = distributed.max(joint.marks)  # T, the last in which anyone acts, in any episode
     played = sum_by(joint.marks, (joint.marks > 0).float(), last_turn)  # [B, T + 1] 1 if anyone acted in turn t
 
     # 1. Rewards e_t, [B, T + 1]: what the agents earn in turn t, their mean, divided by s, the deviation over episodes
@@ -364,7 +364,7 @@ def learn(agents, critic, rollouts, args, generator):
 
     # 2. m_t: the mean of what is still earned from turn t on, own episode included. V = critic + m_t, so that the
     #    critic learns only what differs from it; zeros in place of m leave m_t out
-    rewards_to_go = rewards.flip(1).cumsum(1).flip(1)
+    rewards_to_go = rewards.flip(1).cumsum(1).flip(1)  # sum of e_j from each turn on
     m = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1] m_t in column t, 0 in column 0
 
     # 3. pi_old, pi_ref, V_old and r_t: a pass without gradients of each actor, each reference, and the critic
@@ -391,7 +391,7 @@ def learn(agents, critic, rollouts, args, generator):
     advantages = targets - old_values  # the TD error
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, played)
-        advantages = (advantages - mean) / (std + args.advantage_norm_eps)
+        advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t
 
     # 5. Optimiser steps
     losses, value_losses = [], []
@@ -399,7 +399,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of all processes / processes: gradients are averaged over processes, so losses are means over all
+            # Counts per process: as gradients are averaged over processes, each token or answer weighs the same
             num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)
             num_tokens = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch.split(args.micro_batch_size):

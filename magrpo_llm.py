@@ -5,9 +5,9 @@ times (--num-generations), and what an agent earns from a turn on is compared wi
 gives answer a_t in turn t after h_t, which is all that it has read and written before; log pi(a_t|h_t) sums over its
 tokens. In the order of `learn`:
 
-    r_t     = (what it earns from its answer in turn t until its next one) - kl_coef (log pi_old - log pi_ref)(a_t|h_t),
-              or 0 where it does not act in turn t; pi_old is the actor before the update, pi_ref the initial model
-    R_t     = r_t + gamma R_{t+1}                      R = 0 after its last turn
+    r_t     = what it earns from its answer in turn t until its next one, - kl_coef * log(pi_old / pi_ref)(a_t|h_t)
+              where it answers in turn t, else 0; pi_old is the actor before the update, pi_ref the initial model
+    R_t     = r_t + gamma R_{t+1}                      turns are the environment's steps; R = 0 after an end or a cut
     A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
     actor     maximises  (mean over answers of log pi(a_t|h_t) A_t) + entropy_coef * (mean over tokens of H)
 
@@ -77,7 +77,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     update_epochs: PositiveInt = 1  # passes over a rollout
     mini_batch_size: PositiveInt = 16  # episodes of a step, of all processes; an update's later steps are off-policy
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
-    entropy_coef: NonNegativeFloat = 0.0
+    entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     actor_learning_rate: NonNegativeFloat = 5e-4
     anneal_lr: bool = True  # lower the learning rate to 0 over the second half of the run
     max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
@@ -103,7 +103,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """Score joint answers, N lists of texts; returns a list of floats for the team, or N such lists, one per agent.
+    """completions[i][b] answers items[b]. Returns rewards[b] of the team, or rewards[i][b], as [r, [-x for x in r]].
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -140,10 +140,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, and ends episodes by itself, after --num-turns steps or
-    before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in these episodes, and
-    waits in others. An episode in no dict has ended. If an agent lacks room to answer, the episode is cut for all, and
-    in no action. Optional: `failed`, episodes not to learn from. Two agents in turn, opposite rewards, two steps:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, items {"seed": int}, and ends episodes by itself, after
+    --num-turns steps or before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in
+    these, and waits in others. An episode in no dict has ended. If an agent has no room for an answer, all stop: step
+    gets no more of it. Optional: `failed`, episodes not to learn from. Two agents in turn, paid opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -172,7 +172,7 @@ class TeamEnv:
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts: there agents read a last observation, act no more, and earn no more. A task cuts none.
+        cuts: they earn in this step and no more; agents may read a last observation, and act no more. A task cuts none.
         """
         self.turn += 1
         episodes = list(actions[0])  # those that go on; all agents act in them
@@ -218,7 +218,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those that losses cover
+    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those of the policy loss
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
@@ -273,14 +273,14 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, the chat in its template; cut at the model's context
+                    # An end token if the last answer lacks one, then the chat in its template, as far as it fits
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] if it waits
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # after h_t; [] if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -292,9 +292,9 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # else no token to pay. It reads only to act, so [-1] ends its latest answer
+                    if own[b].answers:  # [-1] ends the latest: nothing was read since. Before the first: no token
                         own[b].rewards[-1] += own_rewards[b]
-            truncated |= cut
+            truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
@@ -305,15 +305,15 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Sums of x [B, S] over the tokens that have index k [B, S], in column k, [B, last + 1]."""
+    """[B, last + 1]: column k holds, row by row, the sum of x [B, S] over the places where index [B, S] is k."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi of each sampled token and its distribution's entropy, [rows, S], else 0."""
+    """log pi of each sampled token and its distribution's entropy, [b, S], else 0."""
     mask = rollout.mask[rows]
-    # Logits predict the next token: out.logits [n, vocabulary] are a full pass's logits[:, :-1][mask[:, 1:]], the only
-    # ones computed; out.hidden_states [n, D] are those that they come from
+    # before=mask: outputs of the n places that predict the sampled tokens, each a column before its token. out.logits
+    # [n, vocabulary] are a full pass's logits[:, :-1][mask[:, 1:]]; the others are not computed
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -330,7 +330,7 @@ def group_advantages(returns, acted, args):
     returns = returns.view(-1, args.num_generations, shape[1])
     acted = acted.view(returns.shape)
     count = acted.sum(1, keepdim=True).clamp(min=1)
-    mean = ((returns.double() * acted).sum(1, keepdim=True) / count).float()  # exact where all earn the same
+    mean = ((returns.double() * acted).sum(1, keepdim=True) / count).float()  # float64: equal R_t give A_t = 0 exactly
     if args.advantage_mode == "mean":
         advantages = returns - mean
     elif args.advantage_mode == "rloo":  # the mean of the others
@@ -348,10 +348,10 @@ def group_advantages(returns, acted, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
+    mask = rollout.mask.float()  # [B, S] rollout.mask to multiply by: 1 on tokens that the agent sampled
 
-    # 1. Log-probabilities before the update: a pass of actor and reference. Step 4 has one of the actor in each epoch
-    old_logprobs = torch.zeros_like(mask)  # here for the KL penalty only; PPO's ratio would need them too
+    # 1. A pass of actor and reference without gradients; step 4: of the actor with gradients, in every epoch
+    old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or PPO's ratio
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
         for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less to read
@@ -359,7 +359,7 @@ def learn(agent, rollout, args, generator):
             ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
 
     # 2. Returns, R_t of turn t in column t
-    last_turn = distributed.max(rollout.turns)  # T, at most --num-turns
+    last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column t: it acted in turn t
     token_rewards = rollout.rewards - args.kl_coef * (old_logprobs - ref_logprobs)
     returns = sum_by(rollout.turns, token_rewards, last_turn)  # [B, T + 1] r_t, and by this loop R_t:
@@ -375,13 +375,13 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of all processes / processes: gradients are averaged over processes, so losses are means over all
+            # Counts per process: as gradients are averaged over processes, each token or answer weighs the same
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
-                answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t|h_t)
-                policy_loss = -(answer_logprobs * advantages[rows] * acted[rows]).sum() / num_answers
+                answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t|h_t), else 0
+                policy_loss = -(answer_logprobs * advantages[rows]).sum() / num_answers  # covers all sampled tokens
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
                 loss = policy_loss - args.entropy_coef * mean_entropy
                 loss.backward()  # gradients of micro-batches add up

@@ -5,7 +5,7 @@ Each agent has its own actor and critic: adapters on a base that agents share (-
 has read and written before it samples a_t, its action, a token of turn k:
 
     r_t     = what it earns from a_t until its next action   --reward-normalization: / std of an episode's sum of r
-    m_k     = mean of what it earns from turn k on     undiscounted, over the episodes in which it acts in turn k
+    m_k     = mean of what it earns from turn k on     undiscounted, over this rollout's episodes that it acts in then
     V(h_t)  = critic(h_t) + m_k                        m_k is an addition to PPO: the critic learns what is left
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
@@ -15,9 +15,9 @@ has read and written before it samples a_t, its action, a token of turn k:
     critic    minimises  mean of  value_loss_coef / 2 max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
                                   R_t = A_t + V_old(h_t), V_clip: V(h_t) within eps of V_old(h_t)
 
-Old:   pi_old, V_old, A and R are from before the optimiser steps; pi_ref is the reference.
-End:   after its last action, of turn k, V_old = 0. If the episode is cut, by its environment or for lack of room,
-       V_old = critic(all read and written) + mean of what is earned after turn k where it acts again, or m_k if never.
+Old:   pi_old, V_old, m, A and R are from before the optimiser steps; pi_ref is the reference.
+End:   after its last action, of turn k, V_old = 0; if the episode is cut, by its environment or for lack of room,
+       critic(all read and written) + mean of what it earns from its next action on, where it has one; m_k if nowhere.
 A':    (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update), which is not in PPO either;
        A without --advantage-normalization.
 Means: over a mini-batch; max(...), KL and H over its sampled tokens, the critic's over its actions.
@@ -107,9 +107,9 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     kl_loss_coef: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference
     mini_batch_size: PositiveInt = 16  # transcripts of a step, of all processes (--self-play: an episode has several)
     micro_batch_size: PositiveInt = 16  # transcripts of a forward pass, of one process
-    entropy_coef: NonNegativeFloat = 0.0
+    entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # where its line over the run ends
-    value_loss_coef: NonNegativeFloat = 0.5
+    value_loss_coef: NonNegativeFloat = 0.5  # weight of the critic's loss
     actor_learning_rate: NonNegativeFloat = 3e-3
     critic_learning_rate: NonNegativeFloat = 3e-3  # of critics and value heads
     cosine_lr_schedule: bool = True  # lower the learning rates to 0 along a cosine
@@ -118,8 +118,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# `python ppo_llm.py` plays B of these by utils.envs.Games, which has the reset and step of a TeamEnv. `truncated` cuts
-# a game, --num-turns ends it. The class TeamEnv below is for tasks (--task).
+# Without --task and --env play gets a utils.envs.Games, a TeamEnv of B of these; truncated=True cuts an episode. The
+# class TeamEnv is for tasks, whose functions (docs/tasks.md) may take less than it gives: reward_func(*completions).
 
 
 class Env:
@@ -132,7 +132,7 @@ class Env:
 
     def reset(self, seed=None):
         """Returns observation, info."""
-        self.secret = random.Random(f"guess {seed}").randint(1, 16)
+        self.secret = random.Random(None if seed is None else f"guess {seed}").randint(1, 16)
         self.num_guesses = 0
         self.low = 1  # the secret is from low to high, by the observations so far
         self.high = 16
@@ -186,10 +186,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, and ends episodes by itself, after --num-turns steps or
-    before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in these episodes, and
-    waits in others. An episode in no dict has ended. If an agent lacks room to answer, the episode is cut for all, and
-    in no action. Optional: `failed`, episodes not to learn from. Two agents in turn, opposite rewards, two steps:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, items {"seed": int}, and ends episodes by itself, after
+    --num-turns steps or before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in
+    these, and waits in others. An episode in no dict has ended. If an agent has no room for an answer, all stop: step
+    gets no more of it. Optional: `failed`, episodes not to learn from. Two agents in turn, paid opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -218,7 +218,7 @@ class TeamEnv:
         """Score the actions of a turn, N dicts {episode: answer}.
 
         Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts: there agents read a last observation, act no more, and earn no more. A task cuts none.
+        cuts: they earn in this step and no more; agents may read a last observation, and act no more. A task cuts none.
         """
         self.turn += 1
         episodes = list(actions[0])  # those that go on; all agents act in them
@@ -264,7 +264,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those that losses cover
+    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those of the policy loss
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
@@ -319,14 +319,14 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, the chat in its template; cut at the model's context
+                    # An end token if the last answer lacks one, then the chat in its template, as far as it fits
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # [] if it waits
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # after h_t; [] if it waits
                 texts = models.decode(sampled, agent, args)  # without special tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
@@ -338,9 +338,9 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # else no token to pay. It reads only to act, so [-1] ends its latest answer
+                    if own[b].answers:  # [-1] ends the latest: nothing was read since. Before the first: no token
                         own[b].rewards[-1] += own_rewards[b]
-            truncated |= cut
+            truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
@@ -351,12 +351,12 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Sums of x [B, S] over the tokens that have index k [B, S], in column k, [B, last + 1]."""
+    """[B, last + 1]: column k holds, row by row, the sum of x [B, S] over the places where index [B, S] is k."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, places, rows, args):
-    """log pi(a_t|h_t) and the entropy of pi(.|h_t), [rows, S], and the hidden states they come from, [n, D].
+    """log pi(a_t|h_t) and the entropy of pi(.|h_t), [b, S], and the hidden states they come from, [n, D].
 
     They are computed at the n `places` [B, S] of these rows that are True. Elsewhere they are 0.
     """
@@ -371,7 +371,7 @@ def policy_forward(policy, rollout, places, rows, args):
 
 
 def critic_forward(agent, rollout, places, rows, hidden_states):
-    """critic(h_t) = V(h_t) - m_k there, [rows, S]; a separate critic ignores the actor's hidden_states."""
+    """critic(h_t) = V(h_t) - m_k there, [b, S], else 0: from the actor's hidden_states, or from the critic's own."""
     places = places[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=places).hidden_states
@@ -399,9 +399,9 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     """m [B, S], the part of V that is not the critic's: m_k on the tokens of turn k, m_after at a cut end, 0 elsewhere.
 
     m_k: what is earned from turn k on, a mean over the episodes, own one included, in which the agent acts in turn k.
-    m_after, of its last turn k: what is earned after turn k, a mean over episodes in which it acts in turn k and again;
-    m_k if there are none. --no-turn-baseline: both are one mean, over all turns. In self-play with seats that move one
-    after the other a turn is of one seat, and so is its m_k.
+    m_after, of its last turn k: what is earned from its next action on (not before it, when others act), a mean over
+    episodes in which it acts in turn k and again; m_k if there are none. --no-turn-baseline: both are one mean, over
+    all turns. In self-play with seats that move one after the other a turn is of one seat, and so is its m_k.
     """
     last_turn = distributed.max(turns)  # T
     acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: in turn k
@@ -409,7 +409,7 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
     own_last_turn = turns.amax(1, keepdim=True)  # [B, 1]
     acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)  # in turn k and later
-    rewards_after = pad(rewards_to_go[:, 1:], (0, 1))  # [B, T + 1] earned after turn k
+    rewards_after = pad(rewards_to_go[:, 1:], (0, 1))  # [B, T + 1] earned from its first action after turn k on
     m_after = distributed.masked_mean(rewards_after, acts_again, dim=0)
     any_acts_again = distributed.masked_mean(acts_again, acted, dim=0) > 0  # [T + 1] in any process
     m_after = m_after.where(any_acts_again, m)
@@ -421,7 +421,7 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
+    mask = rollout.mask.float()  # [B, S] rollout.mask to multiply by: 1 on tokens that the agent sampled
     lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last_column = mask.shape[1] - 1
@@ -467,13 +467,13 @@ def learn(agent, rollout, args, generator):
     old_values = sum_by(action_column, token_values * value_weights, last_column) + token_values * is_cut_end
 
     # 5. Advantages, and returns, the critic's targets, in the columns of actions. Another algorithm puts its own here;
-    #    one without a critic has returns = old_values, and --value-loss-coef 0
+    #    one without a critic has returns = old_values (explained_variance says 1 then), and --value-loss-coef 0
     advantages, returns = gae(rewards, old_values, action_mask, is_cut_end, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly, or late noise would grow
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
-    advantages = advantages.gather(1, action_column)  # a sampled token has that of its action; masks hide the rest
+    advantages = advantages.gather(1, action_column)  # now on each sampled token, its action's; masks hide the rest
 
     # 6. Optimiser steps
     entropy_coef = args.entropy_coef
@@ -485,7 +485,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of all processes / processes: gradients are averaged over processes, so losses are means over all
+            # Counts per process: as gradients are averaged over processes, each token or answer weighs the same
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)

@@ -50,7 +50,6 @@ EVERY = {
     "test_two_sharded_processes_go_on_to_the_same_bits": 4,
     "test_a_run_that_is_killed_again_and_again_gives_the_same_bits": 3,
     "test_a_run_that_is_stopped_while_it_learns_gives_the_same_bits": 5,  # five scripts, two signals
-    "test_a_launcher_starts_one_run_over_all_items": 2,
     "test_a_sharded_run_that_memory_ended_goes_on_with_smaller_micro_batches": 2,
     "test_a_process_that_is_slower_takes_the_folder_that_the_main_one_has_chosen": 2,
     "test_processes_that_sample_for_different_times_go_on_to_the_same_bits": 2,

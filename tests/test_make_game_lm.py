@@ -1,5 +1,7 @@
 """A model made for a game answers with its legal moves, each as often as any other, and can be played and trained."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from utils import make_game_lm, models
 from utils.cli import UserError
 from utils.envs import open_spiel
 from utils.exploit import policy_of
-from utils.models.loading import load_tokenizer
+from utils.models.loading import load_model, load_tokenizer
 
 pyspiel = pytest.importorskip("pyspiel")
 
@@ -31,6 +33,46 @@ def probabilities(folder, tmp_path):
 def test_it_plays_uniformly_and_hardly_ever_illegally(tmp_path):
     table, illegal = probabilities(make(tmp_path, steps=80, num_matches=32, learning_rate=5e-3), tmp_path)
     assert illegal < 0.1 and (table - 0.5).abs().max() < 0.2
+
+
+def test_reading_sets_the_cards_apart(tmp_path):
+    """Without it the hidden states before an answer hardly differ: nothing depends on the card yet."""
+    distances = []
+    for coef in (0.0, 1.0):
+        folder = make(tmp_path / str(coef), steps=40, num_matches=16, learning_rate=5e-3, reading_coef=coef)
+        model = load_model(str(folder), "--model")
+        tokenizer = load_tokenizer(str(folder), "--model")
+        hidden = []
+        for card in range(3):
+            chat = [{"role": "user", "content": f"You are player 0.\n{card}\n1 Pass, 2 Bet\nSay a number."}]
+            ids = models.encode(chat, [], make_game_lm.Namespace(tokenizer=tokenizer))
+            with torch.no_grad():
+                hidden.append(model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1])
+        distances.append(min((a - b).norm() / a.norm() for a, b in itertools.combinations(hidden, 2)))
+    assert distances[0] < 0.05 and distances[1] > 0.15, distances
+
+
+def test_the_loss_of_reading_is_that_of_a_loop():
+    """A code is the sum of the vectors of all three tokens in a row up to there, standardised over the batch."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 2000, (3, 9), generator=generator)
+    hidden = torch.randn(3, 9, 16, generator=generator)
+    is_last = torch.zeros(3, 9, dtype=torch.bool)
+    places = [(0, 4), (1, 8), (2, 1), (2, 8)]
+    codes = []
+    vectors = torch.randn(2**14, 4, generator=torch.Generator().manual_seed(0)).double()
+    for row, column in places:
+        is_last[row, column] = True
+        tokens = [0, 0, *ids[row, : column + 1].tolist()]
+        code = torch.zeros(4).double()
+        for a, b, c in zip(tokens, tokens[1:], tokens[2:]):
+            code += vectors[(a * 613 * 613 + b * 613 + c) % 2**14]
+        codes.append(code)
+    codes = torch.stack(codes)
+    codes = (codes - codes.mean(0)) / codes.std(0, correction=0)
+    errors = [(hidden[place][:4].double() - code) ** 2 for place, code in zip(places, codes)]
+    loss = make_game_lm.reading_loss(hidden, ids, is_last)
+    torch.testing.assert_close(loss.double(), torch.stack(errors).mean(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

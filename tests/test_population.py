@@ -247,6 +247,7 @@ def cluster(monkeypatch):
         process.wait(timeout=60)
 
 
+@pytest.mark.slow
 def test_a_population_of_a_cluster_has_the_same_lineage_and_goes_on_after_a_kill(cluster, script, whole):
     plan(g2m1="waits")
     process = start("--address", cluster, workers=None)

@@ -147,7 +147,7 @@ def run(*words):
     "script", ["ippo_llm", *(pytest.param(script, marks=pytest.mark.slow) for script in ("iac_llm", "ppo_llm"))]
 )
 def test_a_game_is_learned_and_shown(script, tmp_path):
-    own = ["--probes", "always-1", "--episodes", 800, "--output-dir", tmp_path / "runs"]
+    own = ["--probes", "always-1", "--episodes", 480, "--output-dir", tmp_path / "runs"]
     out = ["--json", tmp_path / "of/table.json", "--picture", tmp_path / "of/bars.png"]
     process = run("--command", f"python {script}.py", "--quick", *own, *out)
     assert process.returncode == 0, process.stderr

@@ -204,6 +204,7 @@ def test_processes_that_sample_for_different_times_go_on_to_the_same_bits(script
     assert_same(run, tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_a_launcher_starts_one_run_over_all_items(launcher, tmp_path):
     launchers = {

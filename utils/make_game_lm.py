@@ -72,7 +72,7 @@ def new_model(args):
 
 
 def reading_loss(hidden_states, ids, is_last):
-    """What the hidden states lack to tell transcripts apart: a quarter of their units is to hold a code of what was read.
+    """How far a quarter of the hidden states' units is from a code of what was read, which tells transcripts apart.
 
     hidden_states [B, S, D], ids [B, S], is_last [B, S] True on tokens before an answer. A code is the sum of random
     vectors, one for each three tokens that follow each other; its units have mean 0 and deviation 1 over the batch.
