@@ -4,12 +4,12 @@ Each agent has its own actor and critic; the other agents are part of its enviro
 actor (its loss trains the actor too) or a model of its own (--use-separate-critic). a_t is an agent's t-th answer, in
 turn k of the episode (in some only others act), h_t all tokens of its row before a_t. log pi sums over a_t's tokens:
 
-    s       = max(std over episodes of all that it earns from its first answer on, 0.98 * s of the last update)
-    e_k     = (what it earns from its answer in turn k until its next one) / (s + reward_norm_eps)
+    c_k     = what it earns from its answer in turn k until its next one; what it earns before its first is not learned
+    e_k     = c_k / (s + reward_norm_eps)              s = max(std over episodes of sum_k c_k, 0.98 * s of last update)
     m_k     = mean over the episodes in which it acts in turn k of the sum of its e_j, j >= k (undiscounted, no KL)
     V(h_t)  = critic(h_t) + m_k
     r_t     = e_k - kl_coef (log pi_old - log pi_ref)  of the answer a_t
-    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error; t + 1: its next answer; V_old = 0 after the last
+    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error; t + 1: its next answer; V_old = 0 at an end or cut
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
     actor     maximises  (mean of log pi(a_t|h_t) A'_t) + entropy_coef * (mean over sampled tokens of H)
     critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
@@ -48,12 +48,12 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
+    """Flags; comments are the help; needs(x): refused without x. Inherited: of tasks, run folders, models, sampling."""
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2  # agents of the team, or players of --env
-    use_separate_critic: bool = False  # a critic is a model of its own; else a value head on the actor
+    use_separate_critic: bool = False  # the critic is a model of its own, a copy of --model; else a head on the actor
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
     max_episodes: PositiveInt | None = None  # most episodes of the run, of all processes, rounded up to whole updates
@@ -91,8 +91,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. tasks.load_task wraps the last three: each gets those of the keywords in docs/tasks.md that
-# it names, what it returns is checked, and where reward_func returns a list for the team, TeamEnv gets N copies of it.
+# A task is these functions. tasks.load_task wraps the last three: TeamEnv passes history= and more, and each gets what
+# it names (docs/tasks.md); what it returns is checked, and a list of rewards for the team reaches TeamEnv as N lists.
 
 
 def train_dataset(size, seed):
@@ -110,7 +110,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """completions[i][b] answers items[b]. Returns rewards[b] of the team, or rewards[i][b], as [r, [-x for x in r]].
+    """completions[i][j] answers items[j]. Returns rewards[j] of the team, or rewards[i][j], as [r, [-x for x in r]].
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -152,10 +152,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, items {"seed": int}, and ends episodes by itself, after
-    --num-turns steps or before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in
-    these, and waits in others. An episode in no dict has ended. If an agent has no room for an answer, all stop: step
-    gets no more of it. Optional: `failed`, episodes not to learn from. Two agents in turn, paid opposite rewards:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. reset and step return a
+    dict {b: chat} for each agent, messages or a string: it acts in these episodes, and waits in others. An episode in
+    no dict has ended, after --num-turns steps at the latest. If an agent has no room for an answer, nobody acts in that
+    episode again. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, paid opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -230,7 +230,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those of the policy loss
+    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
@@ -255,7 +255,6 @@ def generate(agent, contexts, args, generator):
             tokens = logits.argmax(-1)
         for row, token in zip(rows.tolist(), tokens.tolist()):
             answers[row].append(token)
-
         goes_on = ~torch.isin(tokens, agent.end_ids)
         if not goes_on.any():
             break
@@ -270,13 +269,14 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript and its `turns` as turn 2 begins, with each other's answers shown; on <end> is what turn 1 earned:
+    A transcript as turn 2 begins, with each other's answers shown; its `turns`; its `rewards`, r for turn 1:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
+        0      0      0           0   0      r     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
-    transcripts = [[Transcript() for _ in items] for _ in agents]
+    transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
     observations = env.reset()
     truncated = set()  # episodes that were cut, by the environment or for lack of room
     turn = 0
@@ -285,7 +285,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, then the chat in its template, as far as it fits
+                    # An end token if the last answer lacks one, then the chat in its template; if too long, its start
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -304,7 +304,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] ends the latest: nothing was read since. Before the first: no token
+                    if own[b].answers:  # [-1] ends its latest answer. What it earns before its first is only logged
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -322,10 +322,10 @@ def sum_by(index, x, last):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi(a_t|h_t) and H(pi(.|h_t)) of sampled tokens, [b, S], else 0; the hidden states behind them, [n, D]."""
+    """log pi and H of each sampled token, in its column, [b, S], else 0; the hidden states before it, [n, D]."""
     mask = rollout.mask[rows]
-    # before=mask: outputs of the n places that predict the sampled tokens, each a column before its token. out.logits
-    # [n, vocabulary] are a full pass's logits[:, :-1][mask[:, 1:]]; the others are not computed
+    # before=mask: outputs of the n columns before a sampled token, which predict it, [n, vocabulary]: a full pass's
+    # logits[:, :-1][mask[:, 1:]]. The output layer computes no others. Padding is on the right: no token reads it
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -364,17 +364,17 @@ def learn(agent, rollout, args, generator):
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 
     # 1. Rewards, in standard deviations of what an episode earns
-    rewards = sum_by(rollout.turns, rollout.rewards, last_turn)  # [B, T + 1] e_k in column k, once divided
+    rewards = sum_by(rollout.turns, rollout.rewards, last_turn)  # [B, T + 1]
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
-        rewards = rewards / (agent.state["s"] + args.reward_norm_eps)
+        rewards = rewards / (agent.state["s"] + args.reward_norm_eps)  # e_k
 
-    # 2. m_k: the mean of what is still earned from turn k on, own episode included. The critic adds what h_t tells
+    # 2. m_k: mean of what is still earned from turn k on, own episode included: a baseline until the critic has learned
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)  # sum of e_j from each turn on
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k. V = m + critic_forward
 
-    # 3. A pass of actor, reference and critic model without gradients; step 5: of actor and critic with, in every epoch
+    # 3. One pass each of actor, reference and critic model (if any), no gradients. Step 5: actor and critic, each epoch
     old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or PPO's ratio
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
@@ -398,7 +398,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts per process: as gradients are averaged over processes, each token or answer weighs the same
+            # Counts are averaged over processes, as gradients are: so all weigh the same, whichever process has them
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):

@@ -24,7 +24,7 @@ A' = A.
 
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
-Shapes: N agents, B episodes of one process, S columns of tokens, padded on the right, T turns.
+Shapes: N agents, B episodes of one process, b of a pass, S columns of tokens, padded on the right, T turns.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
 """
 
@@ -48,7 +48,7 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs, models.SamplingArgs):
-    """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
+    """Flags; comments are the help; needs(x): refused without x. Inherited: of tasks, run folders, models, sampling."""
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -88,8 +88,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. tasks.load_task wraps the last three: each gets those of the keywords in docs/tasks.md that
-# it names, what it returns is checked, and where reward_func returns a list for the team, TeamEnv gets N copies of it.
+# A task is these functions. tasks.load_task wraps the last three: TeamEnv passes history= and more, and each gets what
+# it names (docs/tasks.md); what it returns is checked, and a list of rewards for the team reaches TeamEnv as N lists.
 
 
 def train_dataset(size, seed):
@@ -107,7 +107,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """completions[i][b] answers items[b]. Returns rewards[b] of the team, or rewards[i][b], as [r, [-x for x in r]].
+    """completions[i][j] answers items[j]. Returns rewards[j] of the team, or rewards[i][j], as [r, [-x for x in r]].
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -141,7 +141,7 @@ class Agent:
 
 
 class Critic:
-    """The team's critic, its optimiser, and s. Without a critic V = m_t: zeros for critic_forward, no value loss."""
+    """The team's critic, its optimiser, and s. For V = m_t: zeros for critic_forward, no value loss."""
 
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
@@ -154,10 +154,10 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, items {"seed": int}, and ends episodes by itself, after
-    --num-turns steps or before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in
-    these, and waits in others. An episode in no dict has ended. If an agent has no room for an answer, all stop: step
-    gets no more of it. Optional: `failed`, episodes not to learn from. Two agents in turn, paid opposite rewards:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. reset and step return a
+    dict {b: chat} for each agent, messages or a string: it acts in these episodes, and waits in others. An episode in
+    no dict has ended, after --num-turns steps at the latest. If an agent has no room for an answer, nobody acts in that
+    episode again. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, paid opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -232,7 +232,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those of the policy loss
+    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; for metrics
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted: learn reads these
@@ -257,7 +257,6 @@ def generate(agent, contexts, args, generator):
             tokens = logits.argmax(-1)
         for row, token in zip(rows.tolist(), tokens.tolist()):
             answers[row].append(token)
-
         goes_on = ~torch.isin(tokens, agent.end_ids)
         if not goes_on.any():
             break
@@ -272,13 +271,14 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript and its `turns` as turn 2 begins, with each other's answers shown; on <end> is what turn 1 earned:
+    A transcript as turn 2 begins, with each other's answers shown; its `turns`; its `rewards`, r for turn 1:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
+        0      0      0           0   0      r     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
-    transcripts = [[Transcript() for _ in items] for _ in agents]
+    transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
     observations = env.reset()
     truncated = set()  # episodes that were cut, by the environment or for lack of room
     turn = 0
@@ -287,7 +287,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, then the chat in its template, as far as it fits
+                    # An end token if the last answer lacks one, then the chat in its template; if too long, its start
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -306,7 +306,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] ends the latest: nothing was read since. Before the first: no token
+                    if own[b].answers:  # [-1] ends its latest answer. What it earns before its first is only logged
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -324,10 +324,10 @@ def sum_by(index, x, last):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi of each sampled token and its distribution's entropy, [b, S], else 0."""
+    """log pi and H (entropy) of each sampled token, in its column, [b, S], else 0."""
     mask = rollout.mask[rows]
-    # before=mask: outputs of the n places that predict the sampled tokens, each a column before its token. out.logits
-    # [n, vocabulary] are a full pass's logits[:, :-1][mask[:, 1:]]; the others are not computed
+    # before=mask: outputs of the n columns before a sampled token, which predict it, [n, vocabulary]: a full pass's
+    # logits[:, :-1][mask[:, 1:]]. The output layer computes no others. Padding is on the right: no token reads it
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -350,7 +350,8 @@ def critic_forward(critic, joint, rows, last_turn):
 @timed
 def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
-    # What the critic reads (see critic_forward), of each acting agent in these words; beyond its context: UserError
+    # The text that the critic reads (see critic_forward), of agents that act: {}, {} are an agent's number, and what it
+    # reads or writes. Too long for the critic's context: UserError
     joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
     last_turn = distributed.max(joint.marks)  # T, the last in which anyone acts, in any episode
     played = sum_by(joint.marks, (joint.marks > 0).float(), last_turn)  # [B, T + 1] 1 if anyone acted in turn t
@@ -399,13 +400,13 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts per process: as gradients are averaged over processes, each token or answer weighs the same
+            # Counts are averaged over processes, as gradients are: so all weigh the same, whichever process has them
             num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)
             num_tokens = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch.split(args.micro_batch_size):
                 for agent, rollout, count in zip(agents, rollouts, num_tokens):
                     logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
-                    answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t^i|h_t^i)
+                    answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t^i|h_t^i), or 0
                     policy_loss = -(answer_logprobs * advantages[rows] * played[rows]).sum() / num_played
                     mean_entropy = entropy.sum() / count
                     loss = policy_loss - args.entropy_coef * mean_entropy

@@ -5,7 +5,7 @@ Each agent has its own actor and critic: adapters on a base that agents share (-
 has read and written before it samples a_t, its action, a token of turn k:
 
     r_t     = what it earns from a_t until its next action   --reward-normalization: / std of an episode's sum of r
-    m_k     = mean of what it earns from turn k on     undiscounted, over this rollout's episodes that it acts in then
+    m_k     = mean of what it earns from turn k on     undiscounted, over the rollout's episodes where it acts in turn k
     V(h_t)  = critic(h_t) + m_k                        m_k is an addition to PPO: the critic learns what is left
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next action
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
@@ -16,8 +16,8 @@ has read and written before it samples a_t, its action, a token of turn k:
                                   R_t = A_t + V_old(h_t), V_clip: V(h_t) within eps of V_old(h_t)
 
 Old:   pi_old, V_old, m, A and R are from before the optimiser steps; pi_ref is the reference.
-End:   after its last action, of turn k, V_old = 0; if the episode is cut, by its environment or for lack of room,
-       critic(all read and written) + mean of what it earns from its next action on, where it has one; m_k if nowhere.
+End:   after its last action, of turn k, V_old = 0. If the episode is cut, by its environment or for lack of room, it is
+       critic(all read and written) + mean of what it earns from its next action on, in episodes that have one, or m_k.
 A':    (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update), which is not in PPO either;
        A without --advantage-normalization.
 Means: over a mini-batch; max(...), KL and H over its sampled tokens, the critic's over its actions.
@@ -32,7 +32,7 @@ Turns: with --action-granularity turn an action is an answer in r, V, delta and 
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process (in self-play times the agent's seats), S tokens of the longest transcript
-and one more, padded on the right, n of them read for V or log pi in some rows, T turns, D units of a hidden state.
+and one more, padded on the right, n of them read for V or log pi in b rows, T turns, D units of a hidden state.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
 """
 
@@ -49,14 +49,14 @@ from transformers import set_seed
 from utils import distributed, models, tasks
 from utils.cli import Fraction, command_line, flags, needs, not_with  # needs(x): only with x; not_with(x): only without
 from utils.clock import timed
-from utils.envs.guess import guess_value, optimum  # noqa: F401  utils.run draws optimum beside the curve
+from utils.envs.guess import guess_value, optimum  # noqa: F401  optimum: a line of the plot; drop it with this reward
 from utils.opponents import make_opponents
 from utils.run import FolderArgs, Run
 
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; their comments are the help. Inherited: flags of tasks, run folders, models, and how these are sampled."""
+    """Flags; comments are the help; needs(x): refused without x. Inherited: of tasks, run folders, models, sampling."""
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -186,10 +186,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, items {"seed": int}, and ends episodes by itself, after
-    --num-turns steps or before. reset and step give each agent a dict {episode: chat}, messages or a string: it acts in
-    these, and waits in others. An episode in no dict has ended. If an agent has no room for an answer, all stop: step
-    gets no more of it. Optional: `failed`, episodes not to learn from. Two agents in turn, paid opposite rewards:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. reset and step return a
+    dict {b: chat} for each agent, messages or a string: it acts in these episodes, and waits in others. An episode in
+    no dict has ended, after --num-turns steps at the latest. If an agent has no room for an answer, nobody acts in that
+    episode again. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, paid opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -264,7 +264,7 @@ class Rollout:
     ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
-    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, where turns > 0: those of the policy loss
+    mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
@@ -289,7 +289,6 @@ def generate(agent, contexts, args, generator):
             tokens = logits.argmax(-1)
         for row, token in zip(rows.tolist(), tokens.tolist()):
             answers[row].append(token)
-
         goes_on = ~torch.isin(tokens, agent.end_ids)
         if not goes_on.any():
             break
@@ -304,13 +303,14 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript and its `turns` as turn 2 begins, with each other's answers shown; on <end> is what turn 1 earned:
+    A transcript as turn 2 begins, with each other's answers shown; its `turns`; its `rewards`, r for turn 1:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
+        0      0      0           0   0      r     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
-    transcripts = [[Transcript() for _ in items] for _ in agents]
+    transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
     observations = env.reset()
     truncated = set()  # episodes that were cut, by the environment or for lack of room
     turn = 0
@@ -319,7 +319,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, then the chat in its template, as far as it fits
+                    # An end token if the last answer lacks one, then the chat in its template; if too long, its start
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -338,7 +338,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] ends the latest: nothing was read since. Before the first: no token
+                    if own[b].answers:  # [-1] ends its latest answer. What it earns before its first is only logged
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -428,13 +428,13 @@ def learn(agent, rollout, args, generator):
 
     # 1. Actions: tokens, or turns, each in the column of its last token, where what it earns stands
     if args.action_granularity == "token" or (args.action_granularity == "auto" and args.num_turns == 1):
-        action_column = columns  # [B, S] the column where the action stands that a sampled token is of
+        action_column = columns  # [B, S] of each sampled token: the column in which its action stands
         action_mask = value_weights = mask
     else:
         is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
         is_last = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))  # on the last
         ends = columns.where(is_last > 0, last_column)  # on a turn's last token its own column, elsewhere S - 1
-        action_column = ends.flip(1).cummin(1).values.flip(1)  # the least of `ends` from a token to the right
+        action_column = ends.flip(1).cummin(1).values.flip(1)  # of turns 0 1 1 0 2 2 0: 2 2 2 5 5 5 6
         action_mask = is_last
         tokens_of_turn = sum_by(action_column, mask, last_column).gather(1, action_column).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": is_last}
@@ -452,8 +452,8 @@ def learn(agent, rollout, args, generator):
         rewards = rewards / (std + args.reward_norm_eps)
     m = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + m; zeros: plain PPO
 
-    # 4. Log-probabilities and values before the update: a pass without gradients of actor, critic model and, with a KL
-    #    loss, reference. Step 6: actor, critic again. The sampler's own are not used: with --top-p or vLLM they differ
+    # 4. Log-probabilities, not the sampler's (with --top-p or vLLM they differ), and values before the update: a pass
+    #    without gradients of actor, critic model, and reference if there is a KL loss. Step 6: actor, critic each epoch
     old_logprobs = torch.zeros_like(mask)
     ref_logprobs = torch.zeros_like(mask)
     token_values = torch.zeros_like(mask)
@@ -485,7 +485,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts per process: as gradients are averaged over processes, each token or answer weighs the same
+            # Counts are averaged over processes, as gradients are: so all weigh the same, whichever process has them
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
@@ -494,7 +494,7 @@ def learn(agent, rollout, args, generator):
                 log_ratio = logprobs - old_logprobs[rows]  # both are 0 where no token was sampled
                 if args.turn_level_clip:
                     log_ratio = sum_by(action_column[rows], log_ratio, last_column)
-                ratio = log_ratio.exp()
+                ratio = log_ratio.clamp(max=80).exp()  # exp(89) is inf, whose gradient is NaN even where it is clipped
                 clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
                 policy_error = torch.max(-advantages[rows] * ratio, -advantages[rows] * clipped_ratio)
                 policy_loss = (policy_error * ratio_mask[rows]).sum() / num_ratios
