@@ -593,3 +593,21 @@ def test_a_rollout_in_which_all_earn_the_same_moves_no_actor(initials, tokenizer
             script.learn(agent, rollout, args, seeded())
     after = [parameter for agent in agents for parameter in agent.actor.parameters()]
     assert max((x - y).abs().max().item() for x, y in zip(before, after)) == 0
+
+
+def test_a_ratio_too_large_to_be_computed_is_clipped_and_gives_no_gradient_that_is_no_number(initials, monkeypatch):
+    """exp(120), of an answer of two tokens or more: the clip holds where A > 0, and else the gradient is finite."""
+    args = make_args(ppo_llm, num_agents=1, action_granularity="turn", turn_level_clip=True)
+    (initial,) = initials(args)
+    agent = ppo_llm.Agent(0, initial, 10, args)
+    policy_forward = ppo_llm.policy_forward
+
+    def rise(*values):
+        logprobs, *others = policy_forward(*values)
+        return logprobs + 60.0 * (logprobs != 0) * torch.is_grad_enabled(), *others
+
+    monkeypatch.setattr(ppo_llm, "policy_forward", rise)
+    transcripts = make_transcripts(ppo_llm, agent.tokenizer, EPISODES)
+    metrics = ppo_llm.learn(agent, ppo_llm.Rollout(**models.pad_right(transcripts, agent)), args, seeded(7))
+    assert metrics["clip_fraction"] > 0.9 and metrics["grad_norm"].isfinite()
+    assert all(parameter.isfinite().all() for parameter in agent.actor.parameters())
