@@ -6,7 +6,7 @@ turn k of the episode (in some only others act), h_t all tokens of its row befor
 
     c_k     = what it earns from its answer in turn k until its next one; what it earns before its first is not learned
     e_k     = c_k / (s + reward_norm_eps)              s = max(std over episodes of sum_k c_k, 0.98 * s of last update)
-    m_k     = mean over the episodes in which it acts in turn k of the sum of its e_j, j >= k (undiscounted, no KL)
+    m_k     = mean, over the episodes in which it acts in turn k, of its sum of e_j over j >= k (undiscounted, no KL)
     V(h_t)  = critic(h_t) + m_k
     r_t     = e_k - kl_coef (log pi_old - log pi_ref)  of the answer a_t
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error; t + 1: its next answer; V_old = 0 at an end or cut
@@ -91,8 +91,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. tasks.load_task wraps the last three: TeamEnv passes history= and more, and each gets what
-# it names (docs/tasks.md); what it returns is checked, and a list of rewards for the team reaches TeamEnv as N lists.
+# A task is these functions. tasks.load_task wraps the last three for TeamEnv: docs/tasks.md has what each may name, not
+# what TeamEnv passes; what it returns is checked, and one list of rewards reaches TeamEnv as N equal lists.
 
 
 def train_dataset(size, seed):
@@ -110,7 +110,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """completions[i][j] answers items[j]. Returns rewards[j] of the team, or rewards[i][j], as [r, [-x for x in r]].
+    """completions[i][j] answers items[j]. Returns rewards of the team, or N lists: r and [-x for x in r], if opposed.
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -154,8 +154,8 @@ class TeamEnv:
 
     Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. reset and step return a
     dict {b: chat} for each agent, messages or a string: it acts in these episodes, and waits in others. An episode in
-    no dict has ended, after --num-turns steps at the latest. If an agent has no room for an answer, nobody acts in that
-    episode again. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, paid opposite rewards:
+    no dict has ended; see to it that all have after --num-turns steps. If an agent has no room for an answer, nobody
+    acts or earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -198,7 +198,7 @@ class TeamEnv:
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
             if self.turn < self.args.num_turns:
-                chats = self.task.external_transition(item, [own[-1] for own in history], history=history)
+                chats = self.task.external_transition(item, [answers[b] for answers in actions], history=history)
                 if chats is not None:  # None: the episode ends
                     next_chats[b] = chats
         return self.observe(next_chats), [dict(zip(episodes, own_rewards)) for own_rewards in rewards], set()
@@ -269,11 +269,11 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, with each other's answers shown; its `turns`; its `rewards`, r for turn 1:
+    A transcript as turn 2 begins, with each other's answers shown; its `turns`; its `rewards`, c of turn 1:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
-        0      0      0           0   0      r     0      0   0       0      0
+        0      0      0           0   0      c     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
@@ -285,7 +285,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, then the chat in its template; if too long, its start
+                    # An end token if the last answer lacks one; the chat in its template, up to the model's limit
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -304,7 +304,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] ends its latest answer. What it earns before its first is only logged
+                    if own[b].answers:  # [-1] ends its latest answer: it reads only to act. Before the first: logged
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -324,8 +324,8 @@ def sum_by(index, x, last):
 def policy_forward(policy, rollout, rows, args):
     """log pi and H of each sampled token, in its column, [b, S], else 0; the hidden states before it, [n, D]."""
     mask = rollout.mask[rows]
-    # before=mask: outputs of the n columns before a sampled token, which predict it, [n, vocabulary]: a full pass's
-    # logits[:, :-1][mask[:, 1:]]. The output layer computes no others. Padding is on the right: no token reads it
+    # before=mask: the outputs that predict the n sampled tokens, no others, [n, vocabulary]. As column t - 1 predicts
+    # token t, of all logits they are logits[:, :-1][mask[:, 1:]]. Padding is on the right: no token reads it
     out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -370,16 +370,16 @@ def learn(agent, rollout, args, generator):
         agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)  # e_k
 
-    # 2. m_k: mean of what is still earned from turn k on, own episode included: a baseline until the critic has learned
+    # 2. m_k: mean of what is still earned from turn k on, own episode included. V is m_k + what the critic adds
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)  # sum of e_j from each turn on
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k. V = m + critic_forward
 
-    # 3. One pass each of actor, reference and critic model (if any), no gradients. Step 5: actor and critic, each epoch
+    # 3. Before the optimiser steps actor, reference and critic model, if any, read the rollout once, without gradients
     old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or PPO's ratio
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less to read
+        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rows, args)
             old_values[rows] = m + critic_forward(agent, rollout, rows, hidden_states, last_turn)
@@ -392,13 +392,13 @@ def learn(agent, rollout, args, generator):
         mean, std = distributed.mean_std(advantages, acted)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t
 
-    # 5. Optimiser steps
+    # 5. Optimiser steps: in each epoch actor and critic read the rollout again, with gradients
     losses = []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts are averaged over processes, as gradients are: so all weigh the same, whichever process has them
+            # Means over processes, as gradients are averaged below: each weighs 1 / (how many all processes have)
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -443,7 +443,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, a mean over held-out items and agents (0 if opposite); from the same seed each time."""
+    """What an episode earns, a mean over agents (0 if opposite) and held-out items in which one acts; a fixed seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 

@@ -188,8 +188,8 @@ class TeamEnv:
 
     Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. reset and step return a
     dict {b: chat} for each agent, messages or a string: it acts in these episodes, and waits in others. An episode in
-    no dict has ended, after --num-turns steps at the latest. If an agent has no room for an answer, nobody acts in that
-    episode again. Optional: `failed`, a set of episodes not to learn from. Two agents in turn, paid opposite rewards:
+    no dict has ended; see to it that all have after --num-turns steps. If an agent has no room for an answer, nobody
+    acts or earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -232,7 +232,7 @@ class TeamEnv:
         next_chats = {}
         for b, item, history in zip(episodes, items, histories):
             if self.turn < self.args.num_turns:
-                chats = self.task.external_transition(item, [own[-1] for own in history], history=history)
+                chats = self.task.external_transition(item, [answers[b] for answers in actions], history=history)
                 if chats is not None:  # None: the episode ends
                     next_chats[b] = chats
         return self.observe(next_chats), [dict(zip(episodes, own_rewards)) for own_rewards in rewards], set()
@@ -303,11 +303,11 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, with each other's answers shown; its `turns`; its `rewards`, r for turn 1:
+    A transcript as turn 2 begins, with each other's answers shown; its `turns`; its `rewards`, c of turn 1:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
-        0      0      0           0   0      r     0      0   0       0      0
+        0      0      0           0   0      c     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
@@ -319,7 +319,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one, then the chat in its template; if too long, its start
+                    # An end token if the last answer lacks one; the chat in its template, up to the model's limit
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -338,7 +338,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] ends its latest answer. What it earns before its first is only logged
+                    if own[b].answers:  # [-1] ends its latest answer: it reads only to act. Before the first: logged
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -485,7 +485,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts are averaged over processes, as gradients are: so all weigh the same, whichever process has them
+            # Means over processes, as gradients are averaged below: each weighs 1 / (how many all processes have)
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
@@ -548,7 +548,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, a mean over held-out items and agents (0 if opposite); from the same seed each time."""
+    """What an episode earns, a mean over agents (0 if opposite) and held-out items in which one acts; a fixed seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
