@@ -49,7 +49,7 @@ from utils.tasks.tldr import pair_reward
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     """Flags; comments are the help; needs(x): refused without x. Inherited: of tasks, run folders, models, sampling."""
 
-    seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
+    seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2  # agents of the team, or players of --env
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
@@ -63,7 +63,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     num_turns: PositiveInt = 1  # longest episode, in steps of the environment; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers, alike in a group
-    temperature: PositiveFloat = 1.0
+    temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
     top_p: Fraction = needs("do_sample", default=1.0)  # nucleus sampling
     top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
@@ -84,8 +84,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. tasks.load_task wraps the last three for TeamEnv: docs/tasks.md has what each may name, not
-# what TeamEnv passes; what it returns is checked, and one list of rewards reaches TeamEnv as N equal lists.
+# A task is these functions. tasks.load_task wraps the last three: a wrapper takes all that TeamEnv passes, and gives a
+# function what it names (docs/tasks.md); returns are checked, and a team's one list of rewards becomes N equal lists.
 
 
 def train_dataset(size, seed):
@@ -103,7 +103,7 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """completions[i][j] answers items[j]. Returns rewards of the team, or N lists: r and [-x for x in r], if opposed.
+    """completions[i][j] answers items[j]. Returns rewards[j] of the team, or rewards[i][j], as [r, [-x for x in r]].
 
     Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
     """
@@ -314,7 +314,7 @@ def policy_forward(policy, rollout, rows, args):
     mask = rollout.mask[rows]
     # before=mask: the outputs that predict the n sampled tokens, no others, [n, vocabulary]. As column t - 1 predicts
     # token t, of all logits they are logits[:, :-1][mask[:, 1:]]. Padding is on the right: no token reads it
-    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=mask)
+    out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
     entropy = pi.entropy() if args.entropy_coef else pi.entropy().detach()  # without the bonus a metric only
@@ -354,7 +354,7 @@ def learn(agent, rollout, args, generator):
     old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or PPO's ratio
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
+        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: read trims
             old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
 
@@ -375,7 +375,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Means over processes, as gradients are averaged below: each weighs 1 / (how many all processes have)
+            # Counts of an average process: gradients are averaged too, so each weighs 1 / (how many there are in all)
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):

@@ -58,7 +58,7 @@ from utils.run import FolderArgs, Run
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
     """Flags; comments are the help; needs(x): refused without x. Inherited: of tasks, run folders, models, sampling."""
 
-    seed: NonNegativeInt = 1  # the same seed and number of processes give the same run
+    seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1  # agents of the team, or players of --env
     self_play: bool = not_with("num_agents=1", default=False)  # one agent in all seats, which learns from all
@@ -81,7 +81,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     num_turns: PositiveInt = 6  # longest episode, in steps of the environment
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
-    temperature: PositiveFloat = 1.0
+    temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
     top_p: Fraction = needs("do_sample", default=1.0)  # nucleus sampling
     top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
@@ -363,7 +363,7 @@ def policy_forward(policy, rollout, places, rows, args):
     places = places[rows]
     # For a place in column t the logits, [n, vocabulary], and hidden states, [n, D], of column t - 1, which predict
     # token t: a full pass's logits[:, :-1][places[:, 1:]], the only ones computed
-    out = policy.read(rollout.ids[rows], rollout.attention_mask[rows], before=places)
+    out = policy.read(rollout.ids[rows], before=places)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][places])
     entropy = pi.entropy() if args.entropy_coef else pi.entropy().detach()  # without the bonus a metric only
@@ -374,7 +374,7 @@ def critic_forward(agent, rollout, places, rows, hidden_states):
     """critic(h_t) = V(h_t) - m_k there, [b, S], else 0: from the actor's hidden_states, or from the critic's own."""
     places = places[rows]
     if agent.critic is not None:
-        hidden_states = agent.critic.read(rollout.ids[rows], rollout.attention_mask[rows], before=places).hidden_states
+        hidden_states = agent.critic.read(rollout.ids[rows], before=places).hidden_states
     return models.unflatten(agent.value_head(hidden_states), places)
 
 
@@ -485,7 +485,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Means over processes, as gradients are averaged below: each weighs 1 / (how many all processes have)
+            # Counts of an average process: gradients are averaged too, so each weighs 1 / (how many there are in all)
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)

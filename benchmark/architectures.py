@@ -234,13 +234,12 @@ def reading_error(policy):
     The first two without gradients, where adapters may be merged, and with them; a gradient's relative to its largest.
     """
     ids, where = make_rows()
-    mask = (torch.arange(16) < torch.tensor(LENGTHS)[:, None]).long()
     errors = []
     gradients = []
     for has_gradient in (False, True):
         outputs = []
         with torch.set_grad_enabled(has_gradient):
-            for out in (policy.read(ids, mask, where), read_alone(policy, ids, where)):
+            for out in (policy.read(ids, where), read_alone(policy, ids, where)):
                 tensors = [out.hidden_states] + ([] if out.logits is None else [out.logits.log_softmax(-1)])
                 outputs.append(tensors)
                 if has_gradient:

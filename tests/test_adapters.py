@@ -102,8 +102,7 @@ def gradients(agents, policy):
     model = agents[0].actor.model
     model.zero_grad()
     torch.manual_seed(3)
-    ones = torch.ones_like(IDS)
-    out = policy.read(IDS, ones, before=ones > 0)
+    out = policy.read(IDS, before=torch.ones_like(IDS) > 0)
     (out.hidden_states if out.logits is None else out.logits).square().mean().backward()
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 

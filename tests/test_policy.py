@@ -54,11 +54,11 @@ def test_gradient_checkpointing_computes_layers_again_and_changes_no_gradient(ba
         agent = shake(make_team(base, tokenizer, gradient_checkpointing=checkpointing, **flags))[0]
         calls.append([])
         agent.actor.base.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls[-1].append(1))
-        out = agent.actor.read(IDS, ONES, ONES > 0)
+        out = agent.actor.read(IDS, ONES > 0)
         out.logits.square().sum().backward()
         with torch.no_grad():
             logits_of(agent.actor)
-        agent.critic.read(IDS, ONES, ONES > 0).hidden_states.square().sum().backward()
+        agent.critic.read(IDS, ONES > 0).hidden_states.square().sum().backward()
         found.append([x.grad for policy in (agent.actor, agent.critic) for x in policy.parameters()])
     assert len(calls[0]) < len(calls[1])
     for one, other in zip(*found, strict=True):
@@ -77,7 +77,7 @@ def test_gradient_checkpointing_leaves_dropout_of_a_models_own_off(tokenizer):
 def test_mixed_precision_rounds_a_policy_as_it_rounds_the_next(base, tokenizer, flags):
     agent = shake(make_team(base, tokenizer, mixed_precision="bf16", **flags), 0.05)[0]
     with torch.no_grad():
-        read = agent.actor.read(torch.nn.functional.pad(IDS, (0, 1)), torch.ones(2, 11), torch.ones(2, 11) > 0)
+        read = agent.actor.read(torch.nn.functional.pad(IDS, (0, 1)), torch.ones(2, 11) > 0)
         logits = read.logits.unflatten(0, (2, 10))
         assert logits.dtype == torch.bfloat16
         torch.testing.assert_close(agent.actor.next_token(IDS, ONES).logits, logits[:, -1].float(), atol=0.05, rtol=0)
@@ -105,7 +105,7 @@ def test_while_agents_sample_frozen_weights_are_cast_once_and_give_the_same_bits
 
 def test_where_nothing_is_sampled_there_is_nothing_with_a_gradient(base, tokenizer):
     actor = make_team(base, tokenizer)[0].actor
-    out = actor.read(IDS, ONES, ONES > 1)
+    out = actor.read(IDS, ONES > 1)
     assert out.logits.shape == (0, 48) and out.hidden_states.shape == (0, 32)
     out.logits.sum().backward()
     assert all(not x.grad.any() for x in actor.parameters() if x.grad is not None)
@@ -221,7 +221,7 @@ def test_data_types(tokenizer, save, flags):
         learning_type = base_type if args.lora_rank == 0 else torch.float32
         for policy in (agent.actor, agent.critic):
             assert {x.dtype for x in policy.parameters()} == {learning_type}
-            out = policy.read(IDS, ONES, ONES > 0)
+            out = policy.read(IDS, ONES > 0)
             (out.hidden_states if out.logits is None else out.logits).square().sum().backward()
             assert policy.base.dtype == base_type and all(
                 x.grad.isfinite().all() for x in policy.parameters() if x.grad is not None

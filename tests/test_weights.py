@@ -61,7 +61,7 @@ def test_folders_open_with_transformers_and_peft(base, tokenizer, tmp_path, kind
     torch.testing.assert_close(actor.eval()(IDS).logits, logits_of(agent.actor), atol=1e-6, rtol=0)
     torch.testing.assert_close(reference.eval()(IDS).logits, logits_of(agent.reference), atol=1e-6, rtol=0)
     ones = torch.ones(2, 11, dtype=torch.long)
-    hidden_states = agent.critic.read(torch.nn.functional.pad(IDS, (0, 1)), ones, ones > 0).hidden_states
+    hidden_states = agent.critic.read(torch.nn.functional.pad(IDS, (0, 1)), ones > 0).hidden_states
     found = critic.eval()(IDS).last_hidden_state.flatten(0, 1)
     torch.testing.assert_close(found, hidden_states, atol=1e-6, rtol=0)
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
@@ -97,7 +97,7 @@ def learn(agents):
         for policy in (agent.actor, agent.critic):
             if policy is not None:
                 ones = torch.ones(2, 10, dtype=torch.long)
-                agent.value_head(policy.read(IDS, ones, ones > 0).hidden_states).square().sum().backward()
+                agent.value_head(policy.read(IDS, ones > 0).hidden_states).square().sum().backward()
         for optimizer in optimizers_of(agent):
             optimizer.step()
             optimizer.zero_grad()

@@ -131,12 +131,11 @@ def log_probabilities(agent, rows, args):
         width = len(chunk[-1][0]) + 1
         pad = agent.tokenizer.pad_token_id
         ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in chunk], device=device)
-        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in chunk], device=device)
-        where = torch.zeros_like(mask, dtype=torch.bool)
+        where = torch.zeros_like(ids, dtype=torch.bool)
         for row, (_, spans) in enumerate(chunk):
             for _, first, end in spans:
                 where[row, first:end] = True
-        logits = agent.actor.read(ids, mask, before=where).logits.float() / args.temperature
+        logits = agent.actor.read(ids, before=where).logits.float() / args.temperature
         logprobs = logits.log_softmax(-1).gather(1, ids[where][:, None]).squeeze(1)
         logprobs = models.unflatten(logprobs, where)
         for row, (_, spans) in enumerate(chunk):

@@ -122,7 +122,7 @@ class Policy:
             out = causal_lm.forward(self.base, new_ids, attention_mask, content, **options)
         return Output(out.logits[:, -1].float(), cache=Cache(out.cache))
 
-    def read(self, ids, attention_mask, before):
+    def read(self, ids, before):
         """The output before the n places where `before` [b, S] is True, in rows of ids [b, S], padded on the right.
 
         At place (row, t) it is what the model computes after ids[row, :t]: it predicts token t.
