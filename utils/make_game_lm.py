@@ -6,7 +6,8 @@ Games are of OpenSpiel and PettingZoo.
 
 A small Llama with the tokens of the embedded model, from nothing, or a model of yours (--model). It reads what seats
 read in matches of random moves, and learns to answer with each legal number as often as with any other. A run that
-begins from it has few illegal answers, and a KL penalty to it is an entropy bonus over legal moves alone. What is
+begins from it has few illegal answers, and a KL penalty to it is an entropy bonus over legal moves alone. With
+--reading-coef its hidden states tell apart what it has read, on which nothing that it answers depends yet. What is
 written is an ordinary Hugging Face folder.
 """
 
