@@ -25,7 +25,7 @@ has both); s, m_k and the KL penalty are additions. Without the normalisation fl
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process, a row each, S columns of tokens, padded on the right, n sampled tokens of
-the b rows of a pass, T last turn, D hidden units. Sources: CoLLM-DC (arXiv 2601.21972), CoMLRL's Multi-Agent page.
+the M rows of a pass, T last turn, D hidden units. Sources: CoLLM-DC (arXiv 2601.21972), CoMLRL's Multi-Agent page.
 """
 
 import sys
@@ -91,8 +91,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. tasks.load_task wraps the last three: a wrapper takes all that TeamEnv passes, and gives a
-# function what it names (docs/tasks.md); returns are checked, and a team's one list of rewards becomes N equal lists.
+# A task is these functions. TeamEnv calls wrappers of the last three (tasks.load_task), with more than these name: each
+# gets the arguments that it names (docs/tasks.md). Returns are checked; one list of rewards becomes N equal lists.
 
 
 def train_dataset(size, seed):
@@ -152,10 +152,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. reset and step return a
-    dict {b: chat} for each agent, messages or a string: it acts in these episodes, and waits in others. An episode in
-    no dict has ended; see to it that all have after --num-turns steps. If an agent has no room for an answer, nobody
-    acts or earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. Observations are a dict
+    {b: chat} per agent, chat messages or a string: it acts in these episodes b and waits in others. An episode in no
+    dict has ended; all must have ended after --num-turns steps. If an agent has no room for an answer, nobody acts or
+    earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -243,7 +243,7 @@ def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
-    answers = [[] for _ in contexts]
+    sampled = [[] for _ in contexts]
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
@@ -254,7 +254,7 @@ def generate(agent, contexts, args, generator):
         else:
             tokens = logits.argmax(-1)
         for row, token in zip(rows.tolist(), tokens.tolist()):
-            answers[row].append(token)
+            sampled[row].append(token)
         goes_on = ~torch.isin(tokens, agent.end_ids)
         if not goes_on.any():
             break
@@ -262,7 +262,7 @@ def generate(agent, contexts, args, generator):
         cache = out.cache.select(goes_on)
         ids = torch.cat([ids, tokens[:, None]], 1)[goes_on]
         attention_mask = pad(attention_mask[goes_on], (0, 1), value=1)
-    return answers
+    return sampled
 
 
 @timed
@@ -303,8 +303,8 @@ def play(agents, task, items, args, generator):
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
-                    own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] ends its latest answer: it reads only to act. Before the first: logged
+                    own[b].earned[turn] = own_rewards[b]  # also before its first answer
+                    if own[b].answers:  # then [-1] ends its latest answer: it reads only in turns in which it answers
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -322,7 +322,7 @@ def sum_by(index, x, last):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi and H of each sampled token, in its column, [b, S], else 0; the hidden states before it, [n, D]."""
+    """log pi and H of each sampled token, in its column, [M, S], else 0; the hidden states before it, [n, D]."""
     mask = rollout.mask[rows]
     # before=mask: the outputs that predict the n sampled tokens, no others, [n, vocabulary]. As column t - 1 predicts
     # token t, of all logits they are logits[:, :-1][mask[:, 1:]]. Padding is on the right: no token reads it
@@ -334,11 +334,11 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states, last_turn):
-    """critic(h_t) of turn k's answer in column k, [b, T + 1], else 0: of the actor's hidden_states or its own."""
+    """critic(h_t) of turn k's answer in column k, [M, T + 1], else 0: of the actor's hidden_states or its own."""
     mask = rollout.mask[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], before=mask).hidden_states
-    values = models.unflatten(agent.value_head(hidden_states), mask)  # [b, S]
+    values = models.unflatten(agent.value_head(hidden_states), mask)  # [M, S]
     is_first = mask & (rollout.turns[rows] != pad(rollout.turns[rows, :-1], (1, 0)))  # h_t has been read there, no more
     return sum_by(rollout.turns[rows], values * is_first, last_turn)
 
@@ -370,7 +370,7 @@ def learn(agent, rollout, args, generator):
         agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)  # e_k
 
-    # 2. m_k: mean of what is still earned from turn k on, own episode included. V is m_k + what the critic adds
+    # 2. m_k, own episode included: a baseline that needs no training. V = m_k + critic, and the critic starts at 0
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)  # sum of e_j from each turn on
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k. V = m + critic_forward
 
@@ -379,7 +379,7 @@ def learn(agent, rollout, args, generator):
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: read trims
+        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rows, args)
             old_values[rows] = m + critic_forward(agent, rollout, rows, hidden_states, last_turn)
@@ -398,7 +398,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of an average process: gradients are averaged too, so each weighs 1 / (how many there are in all)
+            # Means of processes' counts: as gradients are averaged too, each token or answer weighs 1 / (all of them)
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):

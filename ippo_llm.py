@@ -9,7 +9,7 @@ turn k after h_t, which is all that it has read and written before. In the order
     m_k     = mean, over the episodes in which it acts in turn k, of its sum of e_j over j >= k (undiscounted, no KL)
     V(h_t)  = critic(h_t) + m_k
     r_t     = -kl_coef (log pi_old - log pi_ref)       on every token; on the last one of turn k also + e_k
-    delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next sampled token; after the last or a cut V_old = 0
+    delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next sampled token, even a turn later; else V_old = 0
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438; R_t = A_t + V_old(h_t)
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
     actor     maximises  mean of  log pi(a_t|h_t) A'_t + entropy_coef H(pi(.|h_t))
@@ -26,7 +26,7 @@ has both); s, m_k and the KL penalty are additions. Without the normalisation fl
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process, a row each, S columns of tokens, padded on the right, n sampled tokens of
-the b rows of a pass, T last turn, D hidden units. Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
+the M rows of a pass, T last turn, D hidden units. Sources: IPPO (arXiv 2011.09533), CoMLRL's page on Multi-Agent PPO.
 """
 
 import sys
@@ -93,8 +93,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. tasks.load_task wraps the last three: a wrapper takes all that TeamEnv passes, and gives a
-# function what it names (docs/tasks.md); returns are checked, and a team's one list of rewards becomes N equal lists.
+# A task is these functions. TeamEnv calls wrappers of the last three (tasks.load_task), with more than these name: each
+# gets the arguments that it names (docs/tasks.md). Returns are checked; one list of rewards becomes N equal lists.
 
 
 def train_dataset(size, seed):
@@ -154,10 +154,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. reset and step return a
-    dict {b: chat} for each agent, messages or a string: it acts in these episodes, and waits in others. An episode in
-    no dict has ended; see to it that all have after --num-turns steps. If an agent has no room for an answer, nobody
-    acts or earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. Observations are a dict
+    {b: chat} per agent, chat messages or a string: it acts in these episodes b and waits in others. An episode in no
+    dict has ended; all must have ended after --num-turns steps. If an agent has no room for an answer, nobody acts or
+    earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -245,7 +245,7 @@ def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
-    answers = [[] for _ in contexts]
+    sampled = [[] for _ in contexts]
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
@@ -256,7 +256,7 @@ def generate(agent, contexts, args, generator):
         else:
             tokens = logits.argmax(-1)
         for row, token in zip(rows.tolist(), tokens.tolist()):
-            answers[row].append(token)
+            sampled[row].append(token)
         goes_on = ~torch.isin(tokens, agent.end_ids)
         if not goes_on.any():
             break
@@ -264,7 +264,7 @@ def generate(agent, contexts, args, generator):
         cache = out.cache.select(goes_on)
         ids = torch.cat([ids, tokens[:, None]], 1)[goes_on]
         attention_mask = pad(attention_mask[goes_on], (0, 1), value=1)
-    return answers
+    return sampled
 
 
 @timed
@@ -305,8 +305,8 @@ def play(agents, task, items, args, generator):
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
-                    own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] ends its latest answer: it reads only to act. Before the first: logged
+                    own[b].earned[turn] = own_rewards[b]  # also before its first answer
+                    if own[b].answers:  # then [-1] ends its latest answer: it reads only in turns in which it answers
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -324,7 +324,7 @@ def sum_by(index, x, last):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi and H of each sampled token, in its column, [b, S], else 0; the hidden states before it, [n, D]."""
+    """log pi and H of each sampled token, in its column, [M, S], else 0; the hidden states before it, [n, D]."""
     mask = rollout.mask[rows]
     # before=mask: the outputs that predict the n sampled tokens, no others, [n, vocabulary]. As column t - 1 predicts
     # token t, of all logits they are logits[:, :-1][mask[:, 1:]]. Padding is on the right: no token reads it
@@ -336,7 +336,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states):
-    """critic(h_t) in the column of a_t, [b, S], else 0: from the actor's hidden_states, or from the critic's own."""
+    """critic(h_t) in the column of a_t, [M, S], else 0: from the actor's hidden_states, or from the critic's own."""
     mask = rollout.mask[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], before=mask).hidden_states
@@ -373,7 +373,7 @@ def learn(agent, rollout, args, generator):
         agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)  # e_k
 
-    # 2. m_k: mean of what is still earned from turn k on, own episode included. V is m_k + what the critic adds
+    # 2. m_k, own episode included: a baseline that needs no training. V = m_k + critic, and the critic starts at 0
     rewards_to_go = sum_by(rollout.turns, rewards, last_turn).flip(1).cumsum(1).flip(1)  # sum of e_j, j >= k
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
     baseline = m[rollout.turns]  # [B, S] V = baseline + critic_forward, in steps 3 and 5
@@ -383,7 +383,7 @@ def learn(agent, rollout, args, generator):
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: read trims
+        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rows, args)
             old_values[rows] = baseline[rows] + critic_forward(agent, rollout, rows, hidden_states)
@@ -401,7 +401,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of an average process: gradients are averaged too, so each weighs 1 / (how many there are in all)
+            # Means of processes' counts: as gradients are averaged too, each token or answer weighs 1 / (all of them)
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)

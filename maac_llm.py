@@ -24,7 +24,7 @@ A' = A.
 
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
-Shapes: N agents, B episodes of one process, b of a pass, S columns of tokens, padded on the right, T turns.
+Shapes: N agents, B episodes of one process, M of a pass, S columns of tokens, padded on the right, T turns.
 Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
 """
 
@@ -88,8 +88,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. tasks.load_task wraps the last three: a wrapper takes all that TeamEnv passes, and gives a
-# function what it names (docs/tasks.md); returns are checked, and a team's one list of rewards becomes N equal lists.
+# A task is these functions. TeamEnv calls wrappers of the last three (tasks.load_task), with more than these name: each
+# gets the arguments that it names (docs/tasks.md). Returns are checked; one list of rewards becomes N equal lists.
 
 
 def train_dataset(size, seed):
@@ -154,10 +154,10 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. reset and step return a
-    dict {b: chat} for each agent, messages or a string: it acts in these episodes, and waits in others. An episode in
-    no dict has ended; see to it that all have after --num-turns steps. If an agent has no room for an answer, nobody
-    acts or earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. Observations are a dict
+    {b: chat} per agent, chat messages or a string: it acts in these episodes b and waits in others. An episode in no
+    dict has ended; all must have ended after --num-turns steps. If an agent has no room for an answer, nobody acts or
+    earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -245,7 +245,7 @@ def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
-    answers = [[] for _ in contexts]
+    sampled = [[] for _ in contexts]
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
@@ -256,7 +256,7 @@ def generate(agent, contexts, args, generator):
         else:
             tokens = logits.argmax(-1)
         for row, token in zip(rows.tolist(), tokens.tolist()):
-            answers[row].append(token)
+            sampled[row].append(token)
         goes_on = ~torch.isin(tokens, agent.end_ids)
         if not goes_on.any():
             break
@@ -264,7 +264,7 @@ def generate(agent, contexts, args, generator):
         cache = out.cache.select(goes_on)
         ids = torch.cat([ids, tokens[:, None]], 1)[goes_on]
         attention_mask = pad(attention_mask[goes_on], (0, 1), value=1)
-    return answers
+    return sampled
 
 
 @timed
@@ -305,8 +305,8 @@ def play(agents, task, items, args, generator):
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
-                    own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] ends its latest answer: it reads only to act. Before the first: logged
+                    own[b].earned[turn] = own_rewards[b]  # also before its first answer
+                    if own[b].answers:  # then [-1] ends its latest answer: it reads only in turns in which it answers
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -324,7 +324,7 @@ def sum_by(index, x, last):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi and H (entropy) of each sampled token, in its column, [b, S], else 0."""
+    """log pi and H (entropy) of each sampled token, in its column, [M, S], else 0."""
     mask = rollout.mask[rows]
     # before=mask: the outputs that predict the n sampled tokens, no others, [n, vocabulary]. As column t - 1 predicts
     # token t, of all logits they are logits[:, :-1][mask[:, 1:]]. Padding is on the right: no token reads it
@@ -336,7 +336,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(critic, joint, rows, last_turn):
-    """critic(h_t) in column t, [b, T + 1], 0 in turns in which nobody acts.
+    """critic(h_t) in column t, [M, T + 1], 0 in turns in which nobody acts.
 
     joint: ids, attention_mask, marks, [B, tokens of the longest]; in each turn what its agents read, an end token, what
     they write. marks: t on that end token, else 0. critic(h_t) is read from the hidden state before it, where h_t ends.
@@ -377,7 +377,7 @@ def learn(agents, critic, rollouts, args, generator):
             mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
             old_logprobs = torch.zeros_like(mask)  # for the KL penalty; for PPO's ratio keep them in a list
             ref_logprobs = torch.zeros_like(mask)
-            for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: read trims
+            for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
             kl = old_logprobs - ref_logprobs
@@ -400,7 +400,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of an average process: gradients are averaged too, so each weighs 1 / (how many there are in all)
+            # Means of processes' counts: as gradients are averaged too, each token or answer weighs 1 / (all of them)
             num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)
             num_tokens = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch.split(args.micro_batch_size):

@@ -32,7 +32,7 @@ Turns: with --action-granularity turn an action is an answer in r, V, delta and 
 log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
 passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process (in self-play times the agent's seats), S tokens of the longest transcript
-and one more, padded on the right, n of them read for V or log pi in b rows, T turns, D units of a hidden state.
+and one more, padded on the right, n of them read for V or log pi in M rows, T turns, D units of a hidden state.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
 """
 
@@ -186,10 +186,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. reset and step return a
-    dict {b: chat} for each agent, messages or a string: it acts in these episodes, and waits in others. An episode in
-    no dict has ended; see to it that all have after --num-turns steps. If an agent has no room for an answer, nobody
-    acts or earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
+    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. Observations are a dict
+    {b: chat} per agent, chat messages or a string: it acts in these episodes b and waits in others. An episode in no
+    dict has ended; all must have ended after --num-turns steps. If an agent has no room for an answer, nobody acts or
+    earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -277,7 +277,7 @@ def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
     ids, attention_mask = models.pad_left(contexts, agent)
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
-    answers = [[] for _ in contexts]
+    sampled = [[] for _ in contexts]
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
@@ -288,7 +288,7 @@ def generate(agent, contexts, args, generator):
         else:
             tokens = logits.argmax(-1)
         for row, token in zip(rows.tolist(), tokens.tolist()):
-            answers[row].append(token)
+            sampled[row].append(token)
         goes_on = ~torch.isin(tokens, agent.end_ids)
         if not goes_on.any():
             break
@@ -296,7 +296,7 @@ def generate(agent, contexts, args, generator):
         cache = out.cache.select(goes_on)
         ids = torch.cat([ids, tokens[:, None]], 1)[goes_on]
         attention_mask = pad(attention_mask[goes_on], (0, 1), value=1)
-    return answers
+    return sampled
 
 
 @timed
@@ -337,8 +337,8 @@ def play(agents, task, items, args, generator):
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
-                    own[b].earned[turn] = own_rewards[b]
-                    if own[b].answers:  # [-1] ends its latest answer: it reads only to act. Before the first: logged
+                    own[b].earned[turn] = own_rewards[b]  # also before its first answer
+                    if own[b].answers:  # then [-1] ends its latest answer: it reads only in turns in which it answers
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -356,7 +356,7 @@ def sum_by(index, x, last):
 
 
 def policy_forward(policy, rollout, places, rows, args):
-    """log pi(a_t|h_t) and the entropy of pi(.|h_t), [b, S], and the hidden states they come from, [n, D].
+    """log pi(a_t|h_t) and the entropy of pi(.|h_t), [M, S], and the hidden states they come from, [n, D].
 
     They are computed at the n `places` [B, S] of these rows that are True. Elsewhere they are 0.
     """
@@ -371,7 +371,7 @@ def policy_forward(policy, rollout, places, rows, args):
 
 
 def critic_forward(agent, rollout, places, rows, hidden_states):
-    """critic(h_t) = V(h_t) - m_k there, [b, S], else 0: from the actor's hidden_states, or from the critic's own."""
+    """critic(h_t) = V(h_t) - m_k there, [M, S], else 0: from the actor's hidden_states, or from the critic's own."""
     places = places[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], before=places).hidden_states
@@ -485,7 +485,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts of an average process: gradients are averaged too, so each weighs 1 / (how many there are in all)
+            # Means of processes' counts: as gradients are averaged too, each token or answer weighs 1 / (all of them)
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
