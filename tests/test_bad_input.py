@@ -75,6 +75,10 @@ TOGETHER = {
         {"num_generations": 3},
         "takes a multiple of generations x processes, 3, got 4",
     ),
+    "one episode": (
+        {"rollout_buffer_size": 1, "reward_normalization": False, "advantage_normalization": False},
+        "--rollout-buffer-size 1: what an episode earns is compared with what others do",
+    ),
     "vllm": ({"use_vllm": True}, "--use-vllm"),
     "adapters": ({"load_checkpoint": "x"}, "--load-checkpoint"),
     "room": ({"max_new_tokens": 600}, "--max-new-tokens 600 after a prompt of 1 exceeds"),

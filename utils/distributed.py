@@ -113,10 +113,9 @@ def check_flags(args):
     processes = world_size()
     if args.shard and processes == 1:
         raise UserError("--shard takes several processes, and this is one: start them with torchrun, or add --no-shard")
-    normalised = [name for name in ("reward_normalization", "advantage_normalization") if getattr(args, name, False)]
-    if args.rollout_buffer_size == 1 and normalised:
-        mend = " ".join(f"--no-{name.replace('_', '-')}" for name in normalised)
-        raise UserError(f"--rollout-buffer-size 1: a single reward has no standard deviation; take more, or {mend}")
+    is_compared = getattr(args, "advantage_mode", "mean") != "raw" or args.advantage_normalization
+    if args.rollout_buffer_size == 1 and is_compared:
+        raise UserError("--rollout-buffer-size 1: what an episode earns is compared with what others do, so take more")
     divisor = getattr(args, "num_generations", 1) * processes
     if args.rollout_buffer_size % divisor:
         takes = f"a multiple of generations x processes, {divisor}"
