@@ -53,7 +53,7 @@ def paid_in_a_round(game, update):
     return f"{fmean(read_metrics(folder)[update]['reward_mean'] for folder in folders) / 5 / shared:.1f}"
 
 
-def hanabi_return(seed, update, rule="moving_reference"):
+def hanabi_return(seed, update, rule="reading"):
     """The exact expected reward of tiny_hanabi after an update of 256 matches; -1: after the last."""
     rows = read_metrics(ROOT / "benchmark/hanabi" / f"{rule}__{seed}")
     steps = [row["global_step"] // 256 for row in rows]
@@ -130,18 +130,13 @@ SENTENCES = [  # page, a sentence, its figures
     ),
     (
         "docs/games.md",
-        "had come to {} and {} in the middle, after 600, and to {} and {} at last",
-        lambda: [hanabi_return(seed, update) for update in (600, -1) for seed in (1, 2)],
+        "rises with each step of the references, to {}, {} and {} after 300 updates",
+        lambda: [hanabi_return(seed, 300) for seed in (1, 2, 3)],
     ),
     (
         "docs/games.md",
-        "{} after 608 updates, and {} after all of them",
-        lambda: [hanabi_return(3, update) for update in (608, -1)],
-    ),
-    (
-        "docs/games.md",
-        "seed 1 has {} after 375 updates and {} after 600, and seed 3 settles on the safe moves, {} after 495",
-        lambda: [hanabi_return(*run, "normalised_rewards") for run in ((1, 375), (1, 600), (3, 495))],
+        "seed 1 has {} after 375 updates, and seed 3 settles on the safe moves, {} after 495",
+        lambda: [hanabi_return(*run, "normalised_rewards") for run in ((1, 375), (3, 495))],
     ),
     (
         "docs/report.md",

@@ -1,6 +1,6 @@
 """A solver answers a question of reasoning-gym; then a judge reads both, and says whether the answer is right.
 
-    python ippo_llm.py --task benchmark/real/judge.py --num-turns 2 --max-new-tokens 4
+    python ippo_llm.py --task benchmark/games/judge.py --num-turns 2 --max-new-tokens 4
 
 The solver earns the score of its answer. The judge earns 1 where its verdict begins with yes and the answer is right,
 or where it begins otherwise and the answer is wrong. An answer is right that begins with the known one.
