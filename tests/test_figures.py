@@ -60,6 +60,15 @@ def hanabi_return(seed, update, rule="reading"):
     return f"{rows[-1 if update < 0 else steps.index(update)]['eval/return']:.2f}"
 
 
+def reasoning():
+    """Held-out rewards on syllogisms; the first and last four rewards of solver and judge; their updates."""
+    rows = read_metrics(ROOT / "benchmark/reasoning/syllogism")
+    scores = [rows[update - 1]["eval/reward_mean"] for update in (1, 16, 32)]
+    rows = read_metrics(ROOT / "benchmark/reasoning/judge")
+    ends = [fmean(row[f"agent_{i}/reward_mean"] for row in own) for i in (0, 1) for own in (rows[:4], rows[-4:])]
+    return [f"{x:.2f}" for x in (*scores, *ends)] + [str(len(rows))]
+
+
 @cache
 def falls_on_code():
     """How far the reward of each main run, smoothed over nine updates, falls below what it was, by "GROUP__SEED"."""
@@ -138,6 +147,17 @@ SENTENCES = [  # page, a sentence, its figures
         "seed 1 has {} after 375 updates, and seed 3 settles on the safe moves, {} after 495",
         lambda: [hanabi_return(*run, "normalised_rewards") for run in ((1, 375), (3, 495))],
     ),
+    (
+        "benchmark/real.md",
+        "rises from {} after the first update to {} after 16, and is {} after 32",
+        lambda: reasoning()[:3],
+    ),
+    (
+        "benchmark/real.md",
+        "rises from {}, the mean of its first four updates, to {} in the last four of {}, by",
+        lambda: [*reasoning()[3:5], reasoning()[7]],
+    ),
+    ("benchmark/real.md", "The judge's falls from {} to {}:", lambda: reasoning()[5:7]),
     (
         "docs/report.md",
         "comes to {}, {} and {} in exact reward",
