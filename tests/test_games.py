@@ -1,5 +1,6 @@
 """Games of several seats by name: what seats read, what they earn, illegal answers, reproducible runs, bad input."""
 
+import importlib
 import json
 import random
 import sys
@@ -360,3 +361,18 @@ def test_the_prisoners_dilemma_pays_each_for_itself_or_the_sum(name, paid):
     assert observations == [{}, {}]
     earned = tuple(own[0] for own in rewards)
     assert earned in (((3, 2), (0, 4)) if name == "dilemma" else ((5, 5), (4, 4)))
+
+
+def test_a_judge_is_paid_for_a_verdict_that_is_right(monkeypatch):
+    judge = importlib.import_module("benchmark.games.judge")
+    monkeypatch.setattr(judge.reasoning, "reward_fn", lambda completion, answer, **_: 0.75 * (answer in completion))
+    place = {"question": "Is it?", "name": "syllogism", "size": 3, "seed": 0}
+    items = [place | {"answer": answer, "index": k} for k, answer in enumerate(("Yes", "No", "Yes"))]
+    env = judge.TeamEnv(None, items, None)
+    questions, waits = env.reset()
+    assert questions.keys() == {0, 1, 2} and not waits and "Is it?" in questions[0][0]["content"]
+    (waits, read), rewards, cut = env.step([{0: "Yes.", 1: "Yes", 2: "It is Yes"}, {}])
+    assert not waits and "A student says: It is Yes" in read[2][0]["content"]
+    assert rewards == [{0: 0.75, 1: 0.0, 2: 0.75}, {}] and not cut
+    over, rewards, _ = env.step([{}, {0: "yes", 1: " Yes, it is", 2: "It is not"}])  # the third begins otherwise
+    assert over == [{}, {}] and rewards == [{}, {0: 1.0, 1: 0.0, 2: 1.0}]
