@@ -1,6 +1,6 @@
 """Games of several seats by name: what seats read, what they earn, illegal answers, reproducible runs, bad input."""
 
-import importlib
+import importlib.util
 import json
 import random
 import sys
@@ -364,7 +364,9 @@ def test_the_prisoners_dilemma_pays_each_for_itself_or_the_sum(name, paid):
 
 
 def test_a_judge_is_paid_for_a_verdict_that_is_right(monkeypatch):
-    judge = importlib.import_module("benchmark.games.judge")
+    spec = importlib.util.spec_from_file_location("judge", "benchmark/games/judge.py")
+    judge = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(judge)
     monkeypatch.setattr(judge.reasoning, "reward_fn", lambda completion, answer, **_: 0.75 * (answer in completion))
     place = {"question": "Is it?", "name": "syllogism", "size": 3, "seed": 0}
     items = [place | {"answer": answer, "index": k} for k, answer in enumerate(("Yes", "No", "Yes"))]
