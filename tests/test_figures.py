@@ -46,6 +46,16 @@ def exploitability(variant, seed):
     return fmean(scores[-max(1, len(scores) // 10) :])
 
 
+def kuhn(folder):
+    """The exploitability that each of three seeds ends with, and the first updates at which it is under 0.05."""
+    ends, firsts = [], []
+    for seed in (1, 2, 3):
+        rows = [row for row in read_metrics(ROOT / f"{folder}__{seed}") if row["eval/exploitability"] is not None]
+        ends.append(f"{rows[-1]['eval/exploitability']:.3f}")
+        firsts.append(str(next(int(row["global_step"]) // 256 for row in rows if row["eval/exploitability"] < 0.05)))
+    return ends, firsts
+
+
 def paid_in_a_round(game, update):
     """What an agent earns in a round of the prisoner's dilemma, the mean of three seeds."""
     folders = [ROOT / "benchmark/dilemma" / f"{game}__{seed}" for seed in (1, 2, 3)]
@@ -146,6 +156,16 @@ SENTENCES = [  # page, a sentence, its figures
         "docs/games.md",
         "seed 1 has {} after 375 updates, and seed 3 settles on the safe moves, {} after 495",
         lambda: [hanabi_return(*run, "normalised_rewards") for run in ((1, 375), (3, 495))],
+    ),
+    (
+        "docs/games.md",
+        "with seeds 1, 2 and 3 to {}, {} and {} (`benchmark/kuhn_reading`)",
+        lambda: kuhn("benchmark/kuhn_reading/reading")[0],
+    ),
+    (
+        "docs/games.md",
+        "first after {}, {} and {} updates of 400, where it is {}, {} and {} without",
+        lambda: kuhn("benchmark/kuhn_reading/reading")[1] + kuhn("benchmark/kuhn/results/moving_reference")[1],
     ),
     (
         "benchmark/real.md",
