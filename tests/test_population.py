@@ -141,7 +141,7 @@ def start(*flags, workers=1):
     return subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": str(ROOT)}, **streams)
 
 
-def wait_until(condition, seconds=90):
+def wait_until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -244,7 +244,7 @@ def cluster(monkeypatch):
         process = subprocess.Popen([*argv, f"--temp-dir={folder}"], **quiet)
         yield f"127.0.0.1:{port}"
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=240)
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_a_stopped_population_saves_and_goes_on(script, breeding):
     process = start()
     wait_until(Path("waits").exists)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM, output
     assert output.endswith("population: the members under way are saved; the same command goes on with them\n")
     assert sorted(records()) == [(1, k) for k in range(4)] and not Path("out/stop").exists()
