@@ -371,7 +371,7 @@ def learn(agents, critic, rollouts, args, generator):
     # 3. pi_old, pi_ref, V_old and r_t: a pass without gradients of each actor, each reference, and the critic
     metrics = []
     old_values = torch.zeros_like(rewards)
-    penalised = rewards  # r_t, once the loop has subtracted each agent's KL penalty
+    turn_rewards = rewards  # r_t, once the loop has subtracted each agent's KL penalty
     with torch.no_grad():
         for agent, rollout in zip(agents, rollouts):
             mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
@@ -381,14 +381,14 @@ def learn(agents, critic, rollouts, args, generator):
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
             kl = old_logprobs - ref_logprobs
-            penalised = penalised - args.kl_coef * sum_by(rollout.turns, kl, last_turn)
+            turn_rewards = turn_rewards - args.kl_coef * sum_by(rollout.turns, kl, last_turn)
             ref_logprob = distributed.masked_mean(ref_logprobs, mask)
             metrics.append({"kl": distributed.masked_mean(kl, mask), "reference_logprob": ref_logprob})
         for rows in joint.attention_mask.sum(1).argsort().split(args.micro_batch_size):
             old_values[rows] = (m + critic_forward(critic, joint, rows, last_turn)) * played[rows]
 
     # 4. Advantages. Another algorithm puts its own here
-    targets = (penalised + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) in column t; 0 at the end
+    targets = (turn_rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # column t has V(h_{t+1}), 0 at the end
     advantages = targets - old_values  # the TD error
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, played)
