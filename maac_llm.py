@@ -388,7 +388,7 @@ def learn(agents, critic, rollouts, args, generator):
             old_values[rows] = (m + critic_forward(critic, joint, rows, last_turn)) * played[rows]
 
     # 4. Advantages. Another algorithm puts its own here
-    targets = (turn_rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # column t has V(h_{t+1}), 0 at the end
+    targets = (turn_rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) is 0 at the end
     advantages = targets - old_values  # the TD error
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, played)
