@@ -113,7 +113,7 @@ def check_flags(args):
     processes = world_size()
     if args.shard and processes == 1:
         raise UserError("--shard takes several processes, and this is one: start them with torchrun, or add --no-shard")
-    is_compared = getattr(args, "advantage_mode", "mean") != "raw" or args.advantage_normalization
+    is_compared = getattr(args, "advantage_mode", "mean") != "raw" or getattr(args, "advantage_normalization", False)
     if args.rollout_buffer_size == 1 and is_compared:
         raise UserError("--rollout-buffer-size 1: what an episode earns is compared with what others do, so take more")
     divisor = getattr(args, "num_generations", 1) * processes

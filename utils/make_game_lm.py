@@ -138,7 +138,7 @@ def main(args):
         rows = [row for k in seeds for row in play_match(game, args.seed * 2**24 + k, agent, args.max_moves)]
         ids = pad_sequence([torch.tensor(own) for own, _ in rows], batch_first=True)
         weights = pad_sequence([torch.tensor(own) for _, own in rows], batch_first=True)[:, 1:]  # 0 on padding
-        read = model(ids, output_hidden_states=True)  # padded on the right: no token reads padding
+        read = model(ids, output_hidden_states=args.reading_coef > 0)  # padded on the right: no token reads padding
         nats = cross_entropy(read.logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")
         loss = (nats * weights).sum() / weights.sum()
         if args.reading_coef:
