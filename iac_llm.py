@@ -4,8 +4,8 @@ Each agent has its own actor and critic; the other agents are part of its enviro
 actor (its loss trains the actor too) or a model of its own (--use-separate-critic). a_t is an agent's t-th answer, in
 turn k of the episode (in some only others act), h_t all tokens of its row before a_t. log pi sums over a_t's tokens:
 
-    c_k     = what it earns from its answer in turn k until its next one; what it earns before its first is not learned
-    e_k     = c_k / (s + reward_norm_eps)              s = max(std over episodes of sum_k c_k, 0.98 * s of last update)
+    c_k     = all that it earns from its answer in turn k to its next one; what comes before its first is dropped
+    e_k     = c_k / (s + reward_norm_eps)              s = max(std of sum_k c_k over episodes it acts in, 0.98 * last s)
     m_k     = mean, over the episodes in which it acts in turn k, of its sum of e_j over j >= k (undiscounted, no KL)
     V(h_t)  = critic(h_t) + m_k
     r_t     = e_k - kl_coef (log pi_old - log pi_ref)  of the answer a_t
@@ -15,15 +15,15 @@ turn k of the episode (in some only others act), h_t all tokens of its row befor
     critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
                          R_t = A_t + V_old(h_t), V_clip: V(h_t) within value_clip_range of V_old(h_t)
 
-The losses' means are over a mini-batch, its answers or tokens. pi_old, V_old, r, A and R are from before the optimiser
+The losses' means are over a mini-batch, its answers or tokens. All in them but pi, H and V is from before the optimiser
 steps; later steps are off-policy. As on CoMLRL's page the policy loss has no probability ratio and no clip (ppo_llm.py
 has both); s, m_k and the KL penalty are additions. Without the normalisation flags e_k is not divided, and A' = A.
 
     python iac_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 iac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
-passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
+log pi is of logits / temperature, without --top-p or penalties. Models stay in eval mode; --lora-dropout acts in passes
+with gradients only. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process, a row each, S columns of tokens, padded on the right, n sampled tokens of
 the M rows of a pass, T last turn, D hidden units. Sources: CoLLM-DC (arXiv 2601.21972), CoMLRL's Multi-Agent page.
 """
@@ -48,16 +48,16 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; comments are the help; needs(x): refused without x. Inherited: of tasks, run folders, models, sampling."""
+    """Flags; comments are the help. needs(x): refused without x. Inherited: flags of tasks, folders, models, AdamW."""
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2  # agents of the team, or players of --env
-    use_separate_critic: bool = False  # the critic is a model of its own, a copy of --model; else a head on the actor
+    use_separate_critic: bool = False  # the critic is a value head on a model of its own; else on the actor
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
     max_episodes: PositiveInt | None = None  # most episodes of the run, of all processes, rounded up to whole updates
-    eval_interval: NonNegativeInt = 12  # updates between evaluations on held-out items; 0: no evaluation
+    eval_interval: NonNegativeInt = 12  # updates between evaluations, also after the first and last; 0: none
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes of an update, in all processes together
@@ -79,7 +79,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout
-    mini_batch_size: PositiveInt = 16  # episodes of a step, of all processes; an update's later steps are off-policy
+    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     value_loss_coef: NonNegativeFloat = 0.5  # weight of the critic's loss
@@ -91,8 +91,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. TeamEnv calls wrappers of the last three (tasks.load_task), with more than these name: each
-# gets the arguments that it names (docs/tasks.md). Returns are checked; one list of rewards becomes N equal lists.
+# A task is these functions. TeamEnv calls the last three through tasks.load_task, which passes each the arguments that
+# it names (docs/tasks.md has them all), checks what it returns, and makes a team's one list of rewards N equal ones.
 
 
 def train_dataset(size, seed):
@@ -110,9 +110,9 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """completions[i][j] answers items[j]. Returns rewards[j] of the team, or rewards[i][j], as [r, [-x for x in r]].
+    """completions[i][j] is agent i's answer to items[j]. Returns rewards[j] of the team, or rewards[i][j] of agent i.
 
-    Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
+    Opposite: [r, [-x for x in r]]. Here neighbouring writers' mean of 0 to 3 points for lengths, words, and subject.
     """
     rewards = []
     for item, *texts in zip(items, *completions):
@@ -131,7 +131,7 @@ def external_transition(item, agent_completions):
 
 
 class Agent:
-    """An actor, the frozen model that it starts from, a critic, and an optimiser for each of the two that learn."""
+    """An actor, the frozen model that it starts from, a critic (a head, and its own model if any), two optimisers."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -140,7 +140,7 @@ class Agent:
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
-        self.value_head = models.ValueHead(self.critic or self.actor, args)  # a layer, [n, D] to [n]; starts at 0
+        self.value_head = models.ValueHead(self.critic or self.actor, args)  # critic(h_t), [n, D] to [n]; starts at 0
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # the critic may be None
@@ -152,10 +152,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. Observations are a dict
-    {b: chat} per agent, chat messages or a string: it acts in these episodes b and waits in others. An episode in no
-    dict has ended; all must have ended after --num-turns steps. If an agent has no room for an answer, nobody acts or
-    earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
+    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. An agent acts in the
+    episodes b of its dict {b: chat}, of messages or a string, and waits in others. An episode in no dict has ended; end
+    all within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
+    Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -183,8 +183,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts: they earn in this step and no more; agents may read a last observation, and act no more. A task cuts none.
+        Returns the next observations, the rewards, N dicts {episode: float}, and the set of episodes that it cuts: this
+        step is the last that is paid there, and what agents then observe they read and do not answer. A task cuts none.
         """
         self.turn += 1
         episodes = list(actions[0])  # those that go on; all agents act in them
@@ -213,7 +213,7 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # on an answer's last token what it earns until its next one; else 0
+    rewards: list = field(default_factory=list)  # on an answer's last token, all that it earns until its next; else 0
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
@@ -285,7 +285,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one; the chat in its template, up to the model's limit
+                    # The chat in its template, after an end token if the last answer lacks one, up to the model's limit
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -298,13 +298,13 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):
+            if not any(actions):  # all that went on were cut just now
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # then [-1] ends its latest answer: it reads only in turns in which it answers
+                    if own[b].answers:  # then [-1] ends its latest answer: it has read nothing since
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -322,10 +322,10 @@ def sum_by(index, x, last):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi and H of each sampled token, in its column, [M, S], else 0; the hidden states before it, [n, D]."""
+    """log pi and H of sampled tokens, in their columns of [M, S], else 0; hidden states that predict them, [n, D]."""
     mask = rollout.mask[rows]
-    # before=mask: the outputs that predict the n sampled tokens, no others, [n, vocabulary]. As column t - 1 predicts
-    # token t, of all logits they are logits[:, :-1][mask[:, 1:]]. Padding is on the right: no token reads it
+    # Outputs where they predict a sampled token, [n, vocabulary]: of all, logits[:, :-1][mask[:, 1:]], as column t - 1
+    # predicts token t. An attention mask is not needed: padding is on the right, so that no token reads it
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -359,23 +359,23 @@ def td_error(rewards, values, acted, gamma):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] rollout.mask to multiply by: 1 on tokens that the agent sampled
+    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
     last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 
-    # 1. Rewards, in standard deviations of what an episode earns
-    rewards = sum_by(rollout.turns, rollout.rewards, last_turn)  # [B, T + 1]
+    # 1. Rewards c_k, in standard deviations of what an episode earns
+    rewards = sum_by(rollout.turns, rollout.rewards, last_turn)  # [B, T + 1] c_k in column k
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
-        rewards = rewards / (agent.state["s"] + args.reward_norm_eps)  # e_k
+        rewards = rewards / (agent.state["s"] + args.reward_norm_eps)  # from here on e_k
 
-    # 2. m_k, own episode included: a baseline that needs no training. V = m_k + critic, and the critic starts at 0
+    # 2. V = m_k + critic. The mean m_k, of the episode itself too, needs no training, and the critic starts at 0
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)  # sum of e_j from each turn on
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k. V = m + critic_forward
 
-    # 3. Before the optimiser steps actor, reference and critic model, if any, read the rollout once, without gradients
-    old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or PPO's ratio
+    # 3. As they are before the optimiser steps, the actor, the reference and a critic model read the rollout once
+    old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
@@ -398,7 +398,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Means of processes' counts: as gradients are averaged too, each token or answer weighs 1 / (all of them)
+            # Divided by: the mean of processes' counts. Gradients are averaged too, so each weighs 1 / (all of them)
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -425,7 +425,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 6. Metrics; run.log averages over processes. Losses and entropy: means over the steps; grad_norm: of the last
+    # 6. Metrics; run.log averages over processes. Losses, entropy: means over optimiser steps; grad_norm: of the last
     policy_loss, value_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
@@ -443,7 +443,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, a mean over agents (0 if opposite) and held-out items in which one acts; a fixed seed."""
+    """What an episode earns: a mean over agents (0 if opposite) and held-out items in which any acts, from one seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -457,8 +457,8 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
-    batches = tasks.shuffled_batches(train_items, args)  # an update's items each, rollout_buffer_size / num_generations
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: task's own
+    batches = tasks.shuffled_batches(train_items, args)  # [update]: its rollout_buffer_size / num_generations items
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)

@@ -20,8 +20,8 @@ episodes of T turns. Here K episodes are played to their ends: after the first t
     python magrpo_llm.py --num-agents 2
     torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
-passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
+log pi is of logits / temperature, without --top-p or penalties. Models stay in eval mode; --lora-dropout acts in passes
+with gradients only. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process, M of a pass, S columns of tokens, padded on the right, T turns.
 Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
 """
@@ -47,7 +47,7 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
-    """Flags; comments are the help; needs(x): refused without x. Inherited: of tasks, run folders, models, sampling."""
+    """Flags; comments are the help. needs(x): refused without x. Inherited: flags of tasks, folders, models, AdamW."""
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -55,7 +55,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
     max_episodes: PositiveInt | None = None  # most episodes of the run, of all processes, rounded up to whole updates
-    eval_interval: NonNegativeInt = 12  # updates between evaluations on held-out items; 0: no evaluation
+    eval_interval: NonNegativeInt = 12  # updates between evaluations, also after the first and last; 0: none
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
@@ -75,7 +75,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout
-    mini_batch_size: PositiveInt = 16  # episodes of a step, of all processes; an update's later steps are off-policy
+    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     actor_learning_rate: NonNegativeFloat = 5e-4
@@ -84,8 +84,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. TeamEnv calls wrappers of the last three (tasks.load_task), with more than these name: each
-# gets the arguments that it names (docs/tasks.md). Returns are checked; one list of rewards becomes N equal lists.
+# A task is these functions. TeamEnv calls the last three through tasks.load_task, which passes each the arguments that
+# it names (docs/tasks.md has them all), checks what it returns, and makes a team's one list of rewards N equal ones.
 
 
 def train_dataset(size, seed):
@@ -103,9 +103,9 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """completions[i][j] answers items[j]. Returns rewards[j] of the team, or rewards[i][j], as [r, [-x for x in r]].
+    """completions[i][j] is agent i's answer to items[j]. Returns rewards[j] of the team, or rewards[i][j] of agent i.
 
-    Here the mean of pair_reward over neighbouring writers: 0 to 3 points for lengths, words, and a common subject.
+    Opposite: [r, [-x for x in r]]. Here neighbouring writers' mean of 0 to 3 points for lengths, words, and subject.
     """
     rewards = []
     for item, *texts in zip(items, *completions):
@@ -140,10 +140,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. Observations are a dict
-    {b: chat} per agent, chat messages or a string: it acts in these episodes b and waits in others. An episode in no
-    dict has ended; all must have ended after --num-turns steps. If an agent has no room for an answer, nobody acts or
-    earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
+    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. An agent acts in the
+    episodes b of its dict {b: chat}, of messages or a string, and waits in others. An episode in no dict has ended; end
+    all within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
+    Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -171,8 +171,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts: they earn in this step and no more; agents may read a last observation, and act no more. A task cuts none.
+        Returns the next observations, the rewards, N dicts {episode: float}, and the set of episodes that it cuts: this
+        step is the last that is paid there, and what agents then observe they read and do not answer. A task cuts none.
         """
         self.turn += 1
         episodes = list(actions[0])  # those that go on; all agents act in them
@@ -201,7 +201,7 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # on an answer's last token what it earns until its next one; else 0
+    rewards: list = field(default_factory=list)  # on an answer's last token, all that it earns until its next; else 0
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
@@ -273,7 +273,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one; the chat in its template, up to the model's limit
+                    # The chat in its template, after an end token if the last answer lacks one, up to the model's limit
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -286,13 +286,13 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):
+            if not any(actions):  # all that went on were cut just now
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # then [-1] ends its latest answer: it reads only in turns in which it answers
+                    if own[b].answers:  # then [-1] ends its latest answer: it has read nothing since
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -312,8 +312,8 @@ def sum_by(index, x, last):
 def policy_forward(policy, rollout, rows, args):
     """log pi and H (entropy) of each sampled token, in its column, [M, S], else 0."""
     mask = rollout.mask[rows]
-    # before=mask: the outputs that predict the n sampled tokens, no others, [n, vocabulary]. As column t - 1 predicts
-    # token t, of all logits they are logits[:, :-1][mask[:, 1:]]. Padding is on the right: no token reads it
+    # Outputs where they predict a sampled token, [n, vocabulary]: of all, logits[:, :-1][mask[:, 1:]], as column t - 1
+    # predicts token t. An attention mask is not needed: padding is on the right, so that no token reads it
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -348,10 +348,10 @@ def group_advantages(returns, acted, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] rollout.mask to multiply by: 1 on tokens that the agent sampled
+    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
 
     # 1. A pass of actor and reference without gradients; step 4: of the actor with gradients, in every epoch
-    old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or PPO's ratio
+    old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
         for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
@@ -375,7 +375,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Means of processes' counts: as gradients are averaged too, each token or answer weighs 1 / (all of them)
+            # Divided by: the mean of processes' counts. Gradients are averaged too, so each weighs 1 / (all of them)
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -392,7 +392,7 @@ def learn(agent, rollout, args, generator):
             agent.optimizer.zero_grad()
     agent.schedule.step()
 
-    # 5. Metrics; run.log averages over processes. Losses and entropy: means over the steps; grad_norm: of the last
+    # 5. Metrics; run.log averages over processes. Losses, entropy: means over optimiser steps; grad_norm: of the last
     policy_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
@@ -408,7 +408,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, a mean over agents (0 if opposite) and held-out items in which one acts; a fixed seed."""
+    """What an episode earns: a mean over agents (0 if opposite) and held-out items in which any acts, from one seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -422,8 +422,8 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
-    batches = tasks.shuffled_batches(train_items, args)  # an update's items each, rollout_buffer_size / num_generations
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: task's own
+    batches = tasks.shuffled_batches(train_items, args)  # [update]: its rollout_buffer_size / num_generations items
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)

@@ -29,8 +29,8 @@ Turns: with --action-granularity turn an action is an answer in r, V, delta and 
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
     torchrun --nproc-per-node 2 ppo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --actor-learning-rate 5e-4
 
-log pi is of logits / temperature over all tokens, whatever --top-p is. Models stay in eval mode; --lora-dropout acts in
-passes with gradients alone. With torchrun each process plays a share of the episodes; means and gradients are over all.
+log pi is of logits / temperature, without --top-p or penalties. Models stay in eval mode; --lora-dropout acts in passes
+with gradients only. With torchrun each process plays a share of the episodes; means and gradients are over all.
 Shapes: N agents, B episodes of one process (in self-play times the agent's seats), S tokens of the longest transcript
 and one more, padded on the right, n of them read for V or log pi in M rows, T turns, D units of a hidden state.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
@@ -56,7 +56,7 @@ from utils.run import FolderArgs, Run
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; comments are the help; needs(x): refused without x. Inherited: of tasks, run folders, models, sampling."""
+    """Flags; comments are the help. needs(x): refused without x. Inherited: flags of tasks, folders, models, AdamW."""
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -73,7 +73,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     reference_update_interval: NonNegativeInt = needs("use_separate_reference_adapter", default=0)
     num_train_epochs: PositiveInt = 3  # passes over the training set
     max_episodes: PositiveInt | None = None  # most episodes of the run, of all processes, rounded up to whole updates
-    eval_interval: NonNegativeInt = 25  # updates between evaluations on held-out items; 0: no evaluation
+    eval_interval: NonNegativeInt = 25  # updates between evaluations, also after the first and last; 0: none
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
@@ -105,7 +105,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # the ratio of a turn, not of a token
     turn_level_clip: bool = not_with("action_granularity=token", "action_granularity=auto&num_turns=1", default=False)
     kl_loss_coef: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference
-    mini_batch_size: PositiveInt = 16  # transcripts of a step, of all processes (--self-play: an episode has several)
+    mini_batch_size: PositiveInt = 16  # transcripts of an optimiser step, of all processes (in self-play N an episode)
     micro_batch_size: PositiveInt = 16  # transcripts of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # where its line over the run ends
@@ -163,7 +163,7 @@ class Env:
 
 
 class Agent:
-    """An actor, a reference, which no optimiser changes, a critic, and an optimiser for each of the two that learn."""
+    """An actor, a reference, which no optimiser changes, a critic (a head, and its own model if any), optimisers."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -173,7 +173,7 @@ class Agent:
         own_reference = args.use_separate_reference_adapter
         self.reference = initial.frozen_copy(f"agent_{i}_reference") if own_reference else initial.policy
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
-        self.value_head = models.ValueHead(self.critic or self.actor, args)  # a layer, [n, D] to [n]; starts at 0
+        self.value_head = models.ValueHead(self.critic or self.actor, args)  # critic(h_t), [n, D] to [n]; starts at 0
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # the critic may be None
@@ -186,10 +186,10 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own (--env FILE.py, a class TeamEnv) has this __init__, where an item is {"seed": int}. Observations are a dict
-    {b: chat} per agent, chat messages or a string: it acts in these episodes b and waits in others. An episode in no
-    dict has ended; all must have ended after --num-turns steps. If an agent has no room for an answer, nobody acts or
-    earns in that episode again. Optional: `failed`, episodes not to learn from. Two in turn, opposite rewards:
+    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. An agent acts in the
+    episodes b of its dict {b: chat}, of messages or a string, and waits in others. An episode in no dict has ended; end
+    all within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
+    Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -217,8 +217,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, each agent's rewards, N dicts {episode: float}, and the set of episodes that it
-        cuts: they earn in this step and no more; agents may read a last observation, and act no more. A task cuts none.
+        Returns the next observations, the rewards, N dicts {episode: float}, and the set of episodes that it cuts: this
+        step is the last that is paid there, and what agents then observe they read and do not answer. A task cuts none.
         """
         self.turn += 1
         episodes = list(actions[0])  # those that go on; all agents act in them
@@ -247,7 +247,7 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # on an answer's last token what it earns until its next one; else 0
+    rewards: list = field(default_factory=list)  # on an answer's last token, all that it earns until its next; else 0
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
     earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
 
@@ -319,7 +319,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # An end token if the last answer lacks one; the chat in its template, up to the model's limit
+                    # The chat in its template, after an end token if the last answer lacks one, up to the model's limit
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
                         truncated.add(b)  # the episode is cut for all agents, before anyone answers
@@ -332,13 +332,13 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):
+            if not any(actions):  # all that went on were cut just now
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # then [-1] ends its latest answer: it reads only in turns in which it answers
+                    if own[b].answers:  # then [-1] ends its latest answer: it has read nothing since
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # after they have earned in the turn in which the environment cuts
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -421,7 +421,7 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] rollout.mask to multiply by: 1 on tokens that the agent sampled
+    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
     lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last_column = mask.shape[1] - 1
@@ -485,7 +485,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Means of processes' counts: as gradients are averaged too, each token or answer weighs 1 / (all of them)
+            # Divided by: the mean of processes' counts. Gradients are averaged too, so each weighs 1 / (all of them)
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
@@ -548,7 +548,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns, a mean over agents (0 if opposite) and held-out items in which one acts; a fixed seed."""
+    """What an episode earns: a mean over agents (0 if opposite) and held-out items in which any acts, from one seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -562,8 +562,8 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # Env in this file, as a TeamEnv
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: the task's
-    batches = tasks.shuffled_batches(train_items, args)  # an update's items each, rollout_buffer_size / num_generations
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: task's own
+    batches = tasks.shuffled_batches(train_items, args)  # [update]: its rollout_buffer_size / num_generations items
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)

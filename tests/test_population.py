@@ -481,6 +481,7 @@ def test_a_run_that_fails_has_a_reason_if_its_log_could_not_be_written(tools, lo
 # --- A script's own runs ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_members_are_runs_and_who_forks_nobody_is_the_run_of_its_flags(breeding, tmp_path, monkeypatch):
     """A team of two: the winner's last folder is, to the bit, a run with its values that nothing interrupts."""
     monkeypatch.chdir(ROOT)
