@@ -1,10 +1,10 @@
-"""Independent PPO (IPPO) as CoMLRL defines it, with no probability ratio, for a team of language models, in one file.
+"""Independent PPO (IPPO), without a probability ratio, for a team of language models, in one file.
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
 actor (its loss trains the actor too) or a model of its own (--use-separate-critic). An agent samples token a_t in
 turn k after h_t, which is all that it has read and written before. In the order of `learn`:
 
-    c_k     = all that it earns from its answer in turn k to its next one; what comes before its first is dropped
+    c_k     = all that it earns from its answer in turn k to its next one; before its first answer: dropped
     e_k     = c_k / (s + reward_norm_eps)              s = max(std of sum_k c_k over episodes it acts in, 0.98 * last s)
     m_k     = mean, over the episodes in which it acts in turn k, of its sum of e_j over j >= k (undiscounted, no KL)
     V(h_t)  = critic(h_t) + m_k
@@ -16,9 +16,9 @@ turn k after h_t, which is all that it has read and written before. In the order
     critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
                          V_clip: V(h_t) within value_clip_range of V_old(h_t)
 
-The losses' means are over the sampled tokens of a mini-batch. All in them but pi, H and V is from before the optimiser
-steps; later steps are off-policy. As on CoMLRL's page the policy loss has no probability ratio and no clip (ppo_llm.py
-has both); s, m_k and the KL penalty are additions. Without the normalisation flags e_k is not divided, and A' = A.
+Means in losses are over a mini-batch's sampled tokens. pi_old, V_old, m, A', R are from before the optimiser steps:
+steps after the first are off-policy. pi_ref is the initial model. As on CoMLRL's page the policy loss has no ratio and
+no clip (ppo_llm.py has both); s, m_k and the KL penalty are additions. Without normalisation e_k = c_k and A' = A.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -62,7 +62,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
-    num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
+    num_generations: PositiveInt = 1  # episodes per item, neighbouring rows; not compared with each other
     num_turns: PositiveInt = 1  # longest episode, in steps of the environment; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
@@ -86,15 +86,15 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     value_loss_coef: NonNegativeFloat = 0.5  # weight of the critic's loss
     value_clip_range: PositiveOrInf = 0.2  # PPO's clip of V around V_old, in normalised rewards; inf: no clip
-    actor_learning_rate: NonNegativeFloat = 5e-4
+    actor_learning_rate: NonNegativeFloat = 5e-4  # for the embedded model; large ones take less (docs/models.md)
     critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
     max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. TeamEnv calls the last three through tasks.load_task, which passes each the arguments that
-# it names (docs/tasks.md has them all), checks what it returns, and makes a team's one list of rewards N equal ones.
+# A task is these functions. TeamEnv calls the last three through tasks.load_task, which hands each only what it names
+# (prompts, turns ...: docs/tasks.md), checks what it returns, and makes a team's one list of rewards N equal ones.
 
 
 def train_dataset(size, seed):
@@ -114,7 +114,7 @@ def formatters(item, agent):
 def reward_func(*completions, items):
     """completions[i][j] is agent i's answer to items[j]. Returns rewards[j] of the team, or rewards[i][j] of agent i.
 
-    Opposite: [r, [-x for x in r]]. Here neighbouring writers' mean of 0 to 3 points for lengths, words, and subject.
+    Opposite: [r, [-x for x in r]]. Here: mean over agents i, i + 1 of 0 to 3 points for lengths, words, and subject.
     """
     rewards = []
     for item, *texts in zip(items, *completions):
@@ -142,7 +142,7 @@ class Agent:
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
-        self.value_head = models.ValueHead(self.critic or self.actor, args)  # critic(h_t), [n, D] to [n]; starts at 0
+        self.value_head = models.ValueHead(self.critic or self.actor, args)  # [n, D] to critic(h_t), [n]; 0 at first
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # the critic may be None
@@ -154,9 +154,9 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. An agent acts in the
-    episodes b of its dict {b: chat}, of messages or a string, and waits in others. An episode in no dict has ended; end
-    all within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
+    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. Agent i acts in
+    episode b if dict i has b, with messages or a string, and else waits. An episode in no dict has ended; end all
+    within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
     Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -271,7 +271,7 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, with each other's answers shown; its `turns`; its `rewards`, c of turn 1:
+    One agent's transcript, `turns` and `rewards` (c of turn 1) as turn 2 begins, where it reads the other's answer:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
@@ -300,7 +300,7 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):  # all that went on were cut just now
+            if not any(actions):  # who read just now did so in episodes that are cut
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
@@ -326,8 +326,8 @@ def sum_by(index, x, last):
 def policy_forward(policy, rollout, rows, args):
     """log pi and H of sampled tokens, in their columns of [M, S], else 0; hidden states that predict them, [n, D]."""
     mask = rollout.mask[rows]
-    # Outputs where they predict a sampled token, [n, vocabulary]: of all, logits[:, :-1][mask[:, 1:]], as column t - 1
-    # predicts token t. An attention mask is not needed: padding is on the right, so that no token reads it
+    # Logits [n, vocabulary] that predict sampled tokens: logits[:, :-1][mask[:, 1:]] of a full pass, as column t - 1
+    # predicts token t. There is no attention mask: padding is on the right, where a causal model does not look
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -373,7 +373,7 @@ def learn(agent, rollout, args, generator):
         agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)  # from here on e_k
 
-    # 2. V = m_k + critic. The mean m_k, of the episode itself too, needs no training, and the critic starts at 0
+    # 2. V = m_k + critic: m_k, a mean that includes the episode itself, is not trained; the critic starts at 0
     rewards_to_go = sum_by(rollout.turns, rewards, last_turn).flip(1).cumsum(1).flip(1)  # sum of e_j, j >= k
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
     baseline = m[rollout.turns]  # [B, S] m_k on the tokens of turn k. V = baseline + critic_forward
@@ -401,7 +401,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Divided by: the mean of processes' counts. Gradients are averaged too, so each weighs 1 / (all of them)
+            # Counts are means over processes: gradients are averaged too, so that losses are means over all processes
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)

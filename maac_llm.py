@@ -1,12 +1,12 @@
 """Multi-Agent Actor-Critic (MAAC) for a team of language models, in one file.
 
-Each agent has its own actor; the team has one critic, a model of its own. h_t, which the critic reads, is all that the
-team has read and written before it answers in turn t. Actor i reads its own part of it, h_t^i, and gives answer a_t^i;
-log pi sums over its tokens. In the order of `learn`:
+Each agent has its own actor; the team has one critic, a model or with --lora-rank adapters of its own. h_t, which the
+critic reads, is all that the team has read and written before it answers in turn t. Actor i reads its own part of it,
+h_t^i, and gives answer a_t^i; log pi sums over its tokens. In the order of `learn`:
 
     s       = max(std over episodes of the sum over turns of the agents' mean reward, 0.98 * s of the last update)
-    e_t     = (the agents' mean reward of turn t, where opposite rewards cancel) / (s + reward_norm_eps)
-    m_t     = mean over the episodes that have a turn t of the sum of e_j, j >= t
+    e_t     = (the agents' mean reward of turn t; if rewards are opposite 0: nothing is learned) / (s + reward_norm_eps)
+    m_t     = mean over the episodes that have a turn t of the sum of e_j, j >= t (undiscounted, no KL)
     V(h_t)  = critic(h_t) + m_t
     r_t     = e_t - kl_coef * sum over agents of (log pi_old - log pi_ref)
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, shared by all agents; V_old = 0 after the last turn
@@ -60,7 +60,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes of an update, in all processes together
-    num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
+    num_generations: PositiveInt = 1  # episodes per item, neighbouring rows; not compared with each other
     num_turns: PositiveInt = 1  # longest episode, in steps of the environment; the default task has one turn
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
@@ -81,15 +81,15 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
-    actor_learning_rate: NonNegativeFloat = 5e-4
+    actor_learning_rate: NonNegativeFloat = 5e-4  # for the embedded model; large ones take less (docs/models.md)
     critic_learning_rate: NonNegativeFloat = 1e-3  # of the critic and its value head
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
     max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. TeamEnv calls the last three through tasks.load_task, which passes each the arguments that
-# it names (docs/tasks.md has them all), checks what it returns, and makes a team's one list of rewards N equal ones.
+# A task is these functions. TeamEnv calls the last three through tasks.load_task, which hands each only what it names
+# (prompts, turns ...: docs/tasks.md), checks what it returns, and makes a team's one list of rewards N equal ones.
 
 
 def train_dataset(size, seed):
@@ -109,7 +109,7 @@ def formatters(item, agent):
 def reward_func(*completions, items):
     """completions[i][j] is agent i's answer to items[j]. Returns rewards[j] of the team, or rewards[i][j] of agent i.
 
-    Opposite: [r, [-x for x in r]]. Here neighbouring writers' mean of 0 to 3 points for lengths, words, and subject.
+    Opposite: [r, [-x for x in r]]. Here: mean over agents i, i + 1 of 0 to 3 points for lengths, words, and subject.
     """
     rewards = []
     for item, *texts in zip(items, *completions):
@@ -141,11 +141,11 @@ class Agent:
 
 
 class Critic:
-    """The team's critic, its optimiser, and s. For V = m_t: zeros for critic_forward, no value loss."""
+    """The team's critic, its optimiser, and s. Without it, V = m_t: zeros for critic_forward, no value_loss."""
 
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
-        self.value_head = models.ValueHead(self.critic, args)  # critic(h_t), [n, D] to [n]; starts at 0
+        self.value_head = models.ValueHead(self.critic, args)  # [n, D] to critic(h_t), [n]; 0 at first
         self.state = {"s": 0.0}  # the last s, which the team's rewards are divided by; what is in here is saved
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
@@ -154,9 +154,9 @@ class Critic:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. An agent acts in the
-    episodes b of its dict {b: chat}, of messages or a string, and waits in others. An episode in no dict has ended; end
-    all within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
+    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. Agent i acts in
+    episode b if dict i has b, with messages or a string, and else waits. An episode in no dict has ended; end all
+    within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
     Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -271,7 +271,7 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, with each other's answers shown; its `turns`; its `rewards`, c of turn 1:
+    One agent's transcript, `turns` and `rewards` (c of turn 1) as turn 2 begins, where it reads the other's answer:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
@@ -300,7 +300,7 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):  # all that went on were cut just now
+            if not any(actions):  # who read just now did so in episodes that are cut
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
@@ -326,8 +326,8 @@ def sum_by(index, x, last):
 def policy_forward(policy, rollout, rows, args):
     """log pi and H (entropy) of each sampled token, in its column, [M, S], else 0."""
     mask = rollout.mask[rows]
-    # Outputs where they predict a sampled token, [n, vocabulary]: of all, logits[:, :-1][mask[:, 1:]], as column t - 1
-    # predicts token t. An attention mask is not needed: padding is on the right, so that no token reads it
+    # Logits [n, vocabulary] that predict sampled tokens: logits[:, :-1][mask[:, 1:]] of a full pass, as column t - 1
+    # predicts token t. There is no attention mask: padding is on the right, where a causal model does not look
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -350,11 +350,8 @@ def critic_forward(critic, joint, rows, last_turn):
 @timed
 def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
-    # The text that the critic reads (see critic_forward), of agents that act: {}, {} are an agent's number, and what it
-    # reads or writes. Too long for the critic's context: UserError
-    joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
-    last_turn = distributed.max(joint.marks)  # T, the last in which anyone acts, in any episode
-    played = sum_by(joint.marks, (joint.marks > 0).float(), last_turn)  # [B, T + 1] 1 if anyone acted in turn t
+    last_turn = distributed.max(torch.cat([each.turns for each in rollouts], 1))  # T, the last in which anyone acts
+    played = sum(sum_by(each.turns, each.mask.float(), last_turn) for each in rollouts).clamp(max=1)  # 1: anyone acts
 
     # 1. Rewards e_t, [B, T + 1]: what the agents earn in turn t, their mean, divided by s, the deviation over episodes
     rewards = sum(models.earned_by_turn(rollout, last_turn) for rollout in rollouts) / len(agents)
@@ -384,6 +381,9 @@ def learn(agents, critic, rollouts, args, generator):
             turn_rewards = turn_rewards - args.kl_coef * sum_by(rollout.turns, kl, last_turn)
             ref_logprob = distributed.masked_mean(ref_logprobs, mask)
             metrics.append({"kl": distributed.masked_mean(kl, mask), "reference_logprob": ref_logprob})
+        # The critic's text (see critic_forward), of agents that act: {}, {} are an agent's number, and what it reads or
+        # writes, decoded. Too long for the critic's context: UserError
+        joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
         for rows in joint.attention_mask.sum(1).argsort().split(args.micro_batch_size):
             old_values[rows] = (m + critic_forward(critic, joint, rows, last_turn)) * played[rows]
 
@@ -400,7 +400,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Divided by: the mean of processes' counts. Gradients are averaged too, so each weighs 1 / (all of them)
+            # Counts are means over processes: gradients are averaged too, so that losses are means over all processes
             num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)
             num_tokens = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch.split(args.micro_batch_size):

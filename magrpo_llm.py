@@ -78,14 +78,14 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
-    actor_learning_rate: NonNegativeFloat = 5e-4
+    actor_learning_rate: NonNegativeFloat = 5e-4  # for the embedded model; large ones take less (docs/models.md)
     anneal_lr: bool = True  # lower the learning rate to 0 over the second half of the run
     max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. TeamEnv calls the last three through tasks.load_task, which passes each the arguments that
-# it names (docs/tasks.md has them all), checks what it returns, and makes a team's one list of rewards N equal ones.
+# A task is these functions. TeamEnv calls the last three through tasks.load_task, which hands each only what it names
+# (prompts, turns ...: docs/tasks.md), checks what it returns, and makes a team's one list of rewards N equal ones.
 
 
 def train_dataset(size, seed):
@@ -105,7 +105,7 @@ def formatters(item, agent):
 def reward_func(*completions, items):
     """completions[i][j] is agent i's answer to items[j]. Returns rewards[j] of the team, or rewards[i][j] of agent i.
 
-    Opposite: [r, [-x for x in r]]. Here neighbouring writers' mean of 0 to 3 points for lengths, words, and subject.
+    Opposite: [r, [-x for x in r]]. Here: mean over agents i, i + 1 of 0 to 3 points for lengths, words, and subject.
     """
     rewards = []
     for item, *texts in zip(items, *completions):
@@ -140,9 +140,9 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. An agent acts in the
-    episodes b of its dict {b: chat}, of messages or a string, and waits in others. An episode in no dict has ended; end
-    all within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
+    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. Agent i acts in
+    episode b if dict i has b, with messages or a string, and else waits. An episode in no dict has ended; end all
+    within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
     Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -257,7 +257,7 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, with each other's answers shown; its `turns`; its `rewards`, c of turn 1:
+    One agent's transcript, `turns` and `rewards` (c of turn 1) as turn 2 begins, where it reads the other's answer:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
@@ -286,7 +286,7 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):  # all that went on were cut just now
+            if not any(actions):  # who read just now did so in episodes that are cut
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
@@ -312,8 +312,8 @@ def sum_by(index, x, last):
 def policy_forward(policy, rollout, rows, args):
     """log pi and H (entropy) of each sampled token, in its column, [M, S], else 0."""
     mask = rollout.mask[rows]
-    # Outputs where they predict a sampled token, [n, vocabulary]: of all, logits[:, :-1][mask[:, 1:]], as column t - 1
-    # predicts token t. An attention mask is not needed: padding is on the right, so that no token reads it
+    # Logits [n, vocabulary] that predict sampled tokens: logits[:, :-1][mask[:, 1:]] of a full pass, as column t - 1
+    # predicts token t. There is no attention mask: padding is on the right, where a causal model does not look
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -375,7 +375,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Divided by: the mean of processes' counts. Gradients are averaged too, so each weighs 1 / (all of them)
+            # Counts are means over processes: gradients are averaged too, so that losses are means over all processes
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):

@@ -77,7 +77,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
-    num_generations: PositiveInt = 1  # episodes per item, which are neighbouring rows
+    num_generations: PositiveInt = 1  # episodes per item, neighbouring rows; not compared with each other
     num_turns: PositiveInt = 6  # longest episode, in steps of the environment
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
@@ -110,7 +110,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # where its line over the run ends
     value_loss_coef: NonNegativeFloat = 0.5  # weight of the critic's loss
-    actor_learning_rate: NonNegativeFloat = 3e-3
+    actor_learning_rate: NonNegativeFloat = 3e-3  # for the embedded model; large ones take less (docs/models.md)
     critic_learning_rate: NonNegativeFloat = 3e-3  # of critics and value heads
     cosine_lr_schedule: bool = True  # lower the learning rates to 0 along a cosine
     warmup_proportion: Fraction = 0.0  # share of the updates over which they rise first
@@ -173,7 +173,7 @@ class Agent:
         own_reference = args.use_separate_reference_adapter
         self.reference = initial.frozen_copy(f"agent_{i}_reference") if own_reference else initial.policy
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
-        self.value_head = models.ValueHead(self.critic or self.actor, args)  # critic(h_t), [n, D] to [n]; starts at 0
+        self.value_head = models.ValueHead(self.critic or self.actor, args)  # [n, D] to critic(h_t), [n]; 0 at first
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # the critic may be None
@@ -186,9 +186,9 @@ class Agent:
 class TeamEnv:
     """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
 
-    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. An agent acts in the
-    episodes b of its dict {b: chat}, of messages or a string, and waits in others. An episode in no dict has ended; end
-    all within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
+    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. Agent i acts in
+    episode b if dict i has b, with messages or a string, and else waits. An episode in no dict has ended; end all
+    within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
     Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -303,7 +303,7 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    A transcript as turn 2 begins, with each other's answers shown; its `turns`; its `rewards`, c of turn 1:
+    One agent's transcript, `turns` and `rewards` (c of turn 1) as turn 2 begins, where it reads the other's answer:
 
         <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         0      0      0           1   1      1     0      0   0       0      0
@@ -332,7 +332,7 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):  # all that went on were cut just now
+            if not any(actions):  # who read just now did so in episodes that are cut
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
@@ -485,7 +485,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Divided by: the mean of processes' counts. Gradients are averaged too, so each weighs 1 / (all of them)
+            # Counts are means over processes: gradients are averaged too, so that losses are means over all processes
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
