@@ -175,6 +175,31 @@ def test_a_null_that_nothing_reads_is_no_matter():
     assert read[0][1] == [{"role": "user", "content": "q"}]
 
 
+def test_an_environment_of_a_task_reads_what_it_likes():
+    """Though a function that its file imports is called reward_fn, which scores items with answers."""
+    read = []
+
+    class TeamEnv:
+        def __init__(self, task, items, args):
+            self.items = items
+
+        def reset(self):
+            read.extend(item["text"] for item in self.items)
+            return [{b: item["text"] for b, item in enumerate(self.items)}] * 2
+
+        def step(self, actions):
+            return [{}, {}], [dict.fromkeys(own, 1.0) for own in actions], set()
+
+    def rows(size, seed):
+        return [{"text": "a"}, {"text": "b"}] * 2
+
+    scores = {"reward_fn": lambda completion, answer, question: 0.0}
+    task = SimpleNamespace(TeamEnv=TeamEnv, train_dataset=rows, eval_dataset=rows, **scores)
+    args = SCRIPTS["ippo"].Args(**(FLAGS["ippo"] | {"output_dir": "run", "train_size": 4, "eval_interval": 0}))
+    SCRIPTS["ippo"].main(args, task, *small_model())
+    assert sorted(read)[:: len(read) // 2] == ["a", "b"]
+
+
 # --- Chats ------------------------------------------------------------------------------------------------------------
 
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Summarise dogs."}]

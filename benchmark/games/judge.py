@@ -6,7 +6,7 @@ The solver earns the score of its answer. The judge earns 1 where its verdict be
 or where it begins otherwise and the answer is wrong. An answer is right that begins with the known one.
 """
 
-from utils.tasks import reasoning  # not its reward_fn by name, which would make this a task of prompts
+from utils.tasks import reasoning
 
 NAME = "syllogism"
 

@@ -236,7 +236,7 @@ def load_task(given, args, default):
     has_env = given is not default and hasattr(task, "TeamEnv")
     is_short = any(hasattr(task, form) for form, _ in SHORT_FORMS.values())
     if is_short or not has_env and getattr(task, "formatters", None) is None:
-        task = complete(task, name)
+        task = complete(task, name, has_env)
     check(task, name, args, () if has_env else NEEDED)
     whole = Task(task, name, args)
     if has_env:
@@ -299,8 +299,11 @@ def parameters_of(function):
         return []
 
 
-def complete(task, name):
-    """A task with formatters, also where it has none, and reward_func, in place of what stands for them."""
+def complete(task, name, has_env):
+    """A task with formatters, also where it has none, and reward_func, in place of what stands for them.
+
+    One with an environment of its own has what stands there, and no formatters besides.
+    """
     there = (*NEEDED, *OPTIONAL, "columns", "__file__", "__name__")
     whole = SimpleNamespace(**{attribute: getattr(task, attribute) for attribute in there if hasattr(task, attribute)})
     for attribute, (short_form, make) in SHORT_FORMS.items():
@@ -308,6 +311,8 @@ def complete(task, name):
             if hasattr(task, attribute):
                 raise UserError(f"{name} has both {attribute} and {short_form}; it takes one of them")
             setattr(whole, attribute, make(getattr(task, short_form), name))
+    if has_env:  # which reads what it likes
+        return whole
     if getattr(whole, "formatters", None) is None:
         whole.formatters = questions.read_prompt
     whole.item_columns = questions.needed_columns(task)
