@@ -1,10 +1,10 @@
 """Independent Actor-Critic (IAC) for a team of language models, in one file.
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
-actor (its loss trains the actor too) or a model of its own (--use-separate-critic). a_t is an agent's t-th answer, in
-turn k of the episode (in some only others act), h_t all tokens of its row before a_t. log pi sums over a_t's tokens:
+actor (its loss trains the actor too) or a model of its own (--use-separate-critic). h_t is all that an agent has read
+and written before its t-th answer a_t, in turn k of the episode; log pi sums over the tokens of a_t. H is entropy:
 
-    c_k     = all that it earns from its answer in turn k to its next one; before its first answer: dropped
+    c_k     = its rewards of turn k, in which it acts, and on until it acts again; those before it first acts are lost
     e_k     = c_k / (s + reward_norm_eps)              s = max(std of sum_k c_k over episodes it acts in, 0.98 * last s)
     m_k     = mean, over the episodes in which it acts in turn k, of its sum of e_j over j >= k (undiscounted, no KL)
     V(h_t)  = critic(h_t) + m_k
@@ -48,7 +48,7 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; comments are the help. needs(x): refused without x. Inherited: flags of tasks, folders, models, AdamW."""
+    """Flags; comments are the help. needs(x): refused without x. Inherited: task, folder, models, AdamW, sampling."""
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -56,7 +56,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     use_separate_critic: bool = False  # the critic is a value head on a model of its own; else on the actor
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # most episodes of the run, of all processes, rounded up to whole updates
+    max_episodes: PositiveInt | None = None  # ends the run with the update that reaches as many, of all processes
     eval_interval: NonNegativeInt = 12  # updates between evaluations, also after the first and last; 0: none
 
     # Rollouts
@@ -75,7 +75,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to s
     kl_coef: NonNegativeFloat = 0.03  # normalised reward taken off for each nat of log pi_old - log pi_ref
     advantage_normalization: bool = True  # standardise advantages over the rollout
-    advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to the deviation of A
+    advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to std: damps small A
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout
@@ -84,7 +84,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     value_loss_coef: NonNegativeFloat = 0.5  # weight of the critic's loss
     value_clip_range: PositiveOrInf = 0.2  # PPO's clip of V around V_old, in normalised rewards; inf: no clip
-    actor_learning_rate: NonNegativeFloat = 5e-4  # for the embedded model; large ones take less (docs/models.md)
+    actor_learning_rate: NonNegativeFloat = 5e-4  # for the tiny default model; large ones take less: docs/models.md
     critic_learning_rate: NonNegativeFloat = 1e-3  # of critics and value heads
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
     max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
@@ -92,7 +92,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. TeamEnv calls the last three through tasks.load_task, which hands each only what it names
-# (prompts, turns ...: docs/tasks.md), checks what it returns, and makes a team's one list of rewards N equal ones.
+# (prompts, turns ...: docs/tasks.md), checks what it returns, and copies a team's one list of rewards for each agent.
 
 
 def train_dataset(size, seed):
@@ -140,7 +140,7 @@ class Agent:
         self.reference = initial.policy  # frozen; the agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
-        self.value_head = models.ValueHead(self.critic or self.actor, args)  # [n, D] to critic(h_t), [n]; 0 at first
+        self.value_head = models.ValueHead(self.critic or self.actor, args)  # hidden states [n, D] to [n]; 0 at first
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # the critic may be None
@@ -154,7 +154,7 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. Agent i acts in
     episode b if dict i has b, with messages or a string, and else waits. An episode in no dict has ended; end all
-    within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
+    within --num-turns steps. If one agent has no room for an answer, b is in no later action, and earns no more.
     Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -228,7 +228,7 @@ class Rollout:
     """B transcripts of one agent, padded on the right: ids with the padding token, the other tensors with 0."""
 
     ids: torch.Tensor  # [B, S]
-    attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
+    attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding; for lengths
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
@@ -269,11 +269,11 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    One agent's transcript, `turns` and `rewards` (c of turn 1) as turn 2 begins, where it reads the other's answer:
+    A transcript as turn 2 begins, in which the agents read each other's answers; c is what turn 1 has earned:
 
-        <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
-        0      0      0           1   1      1     0      0   0       0      0
-        0      0      0           0   0      c     0      0   0       0      0
+        ids      <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
+        turns    0      0      0           1   1      1     0      0   0       0      0
+        rewards  0      0      0           0   0      c     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
@@ -325,7 +325,7 @@ def policy_forward(policy, rollout, rows, args):
     """log pi and H of sampled tokens, in their columns of [M, S], else 0; hidden states that predict them, [n, D]."""
     mask = rollout.mask[rows]
     # Logits [n, vocabulary] that predict sampled tokens: logits[:, :-1][mask[:, 1:]] of a full pass, as column t - 1
-    # predicts token t. There is no attention mask: padding is on the right, where a causal model does not look
+    # predicts token t. It needs no attention mask: padding is on the right, where a causal model does not look
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -334,12 +334,12 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states, last_turn):
-    """critic(h_t) of turn k's answer in column k, [M, T + 1], else 0: of the actor's hidden_states or its own."""
+    """critic(h_t), without m_k, in column k of [M, T + 1], else 0: from the actor's hidden_states or its model's."""
     mask = rollout.mask[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], before=mask).hidden_states
     values = models.unflatten(agent.value_head(hidden_states), mask)  # [M, S]
-    is_first = mask & (rollout.turns[rows] != pad(rollout.turns[rows, :-1], (1, 0)))  # h_t has been read there, no more
+    is_first = mask & (rollout.turns[rows] != pad(rollout.turns[rows, :-1], (1, 0)))  # an answer's first token: of h_t
     return sum_by(rollout.turns[rows], values * is_first, last_turn)
 
 
@@ -367,15 +367,15 @@ def learn(agent, rollout, args, generator):
     rewards = sum_by(rollout.turns, rollout.rewards, last_turn)  # [B, T + 1] c_k in column k
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
-        agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # falls slowly, or late noise would grow
+        agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # slow to fall: a tiny std would amplify noise
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)  # from here on e_k
 
-    # 2. V = m_k + critic: m_k, a mean that includes the episode itself, is not trained; the critic starts at 0
+    # 2. V(h_t) = m_k + critic(h_t). The mean m_k, own episode included, is not trained; the critic starts at 0
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)  # sum of e_j from each turn on
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k. V = m + critic_forward
 
     # 3. As they are before the optimiser steps, the actor, the reference and a critic model read the rollout once
-    old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty
+    old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or a ratio
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
@@ -398,7 +398,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts are means over processes: gradients are averaged too, so that losses are means over all processes
+            # Sum / mean count of a process: averaging gradients over processes makes that sum of all / count of all
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -443,7 +443,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns: a mean over agents (0 if opposite) and held-out items in which any acts, from one seed."""
+    """Mean of what an episode earns, over agents (so 0 if opposite) and held-out items in which any acts; one seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 

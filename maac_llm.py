@@ -48,14 +48,14 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs, models.SamplingArgs):
-    """Flags; comments are the help. needs(x): refused without x. Inherited: flags of tasks, folders, models, AdamW."""
+    """Flags; comments are the help. needs(x): refused without x. Inherited: task, folder, models, AdamW, sampling."""
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2  # agents of the team, or players of --env
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # most episodes of the run, of all processes, rounded up to whole updates
+    max_episodes: PositiveInt | None = None  # ends the run with the update that reaches as many, of all processes
     eval_interval: NonNegativeInt = 12  # updates between evaluations, also after the first and last; 0: none
 
     # Rollouts
@@ -74,14 +74,14 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to s
     kl_coef: NonNegativeFloat = 0.03  # normalised reward taken off for each nat of log pi_old - log pi_ref
     advantage_normalization: bool = True  # standardise advantages over the rollout
-    advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to the deviation of A
+    advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to std: damps small A
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
-    actor_learning_rate: NonNegativeFloat = 5e-4  # for the embedded model; large ones take less (docs/models.md)
+    actor_learning_rate: NonNegativeFloat = 5e-4  # for the tiny default model; large ones take less: docs/models.md
     critic_learning_rate: NonNegativeFloat = 1e-3  # of the critic and its value head
     anneal_lr: bool = True  # lower the learning rates to 0 over the second half of the run
     max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
@@ -89,7 +89,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. TeamEnv calls the last three through tasks.load_task, which hands each only what it names
-# (prompts, turns ...: docs/tasks.md), checks what it returns, and makes a team's one list of rewards N equal ones.
+# (prompts, turns ...: docs/tasks.md), checks what it returns, and copies a team's one list of rewards for each agent.
 
 
 def train_dataset(size, seed):
@@ -145,7 +145,7 @@ class Critic:
 
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
-        self.value_head = models.ValueHead(self.critic, args)  # [n, D] to critic(h_t), [n]; 0 at first
+        self.value_head = models.ValueHead(self.critic, args)  # hidden states [n, D] to [n]; 0 at first
         self.state = {"s": 0.0}  # the last s, which the team's rewards are divided by; what is in here is saved
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
@@ -156,7 +156,7 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. Agent i acts in
     episode b if dict i has b, with messages or a string, and else waits. An episode in no dict has ended; end all
-    within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
+    within --num-turns steps. If one agent has no room for an answer, b is in no later action, and earns no more.
     Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -230,7 +230,7 @@ class Rollout:
     """B transcripts of one agent, padded on the right: ids with the padding token, the other tensors with 0."""
 
     ids: torch.Tensor  # [B, S]
-    attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
+    attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding; for lengths
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; for metrics
@@ -271,11 +271,11 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    One agent's transcript, `turns` and `rewards` (c of turn 1) as turn 2 begins, where it reads the other's answer:
+    A transcript as turn 2 begins, in which the agents read each other's answers; c is what turn 1 has earned:
 
-        <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
-        0      0      0           1   1      1     0      0   0       0      0
-        0      0      0           0   0      c     0      0   0       0      0
+        ids      <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
+        turns    0      0      0           1   1      1     0      0   0       0      0
+        rewards  0      0      0           0   0      c     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
@@ -327,7 +327,7 @@ def policy_forward(policy, rollout, rows, args):
     """log pi and H (entropy) of each sampled token, in its column, [M, S], else 0."""
     mask = rollout.mask[rows]
     # Logits [n, vocabulary] that predict sampled tokens: logits[:, :-1][mask[:, 1:]] of a full pass, as column t - 1
-    # predicts token t. There is no attention mask: padding is on the right, where a causal model does not look
+    # predicts token t. It needs no attention mask: padding is on the right, where a causal model does not look
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -357,7 +357,7 @@ def learn(agents, critic, rollouts, args, generator):
     rewards = sum(models.earned_by_turn(rollout, last_turn) for rollout in rollouts) / len(agents)
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
-        critic.state["s"] = max(float(std), 0.98 * critic.state["s"])  # falls slowly, or late noise would grow
+        critic.state["s"] = max(float(std), 0.98 * critic.state["s"])  # slow to fall: a tiny std would amplify noise
         rewards = rewards / (critic.state["s"] + args.reward_norm_eps)  # e_t
 
     # 2. m_t: the mean of what is still earned from turn t on, own episode included. V = critic + m_t, so that the
@@ -400,7 +400,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts are means over processes: gradients are averaged too, so that losses are means over all processes
+            # Sum / mean count of a process: averaging gradients over processes makes that sum of all / count of all
             num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)
             num_tokens = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch.split(args.micro_batch_size):
@@ -442,7 +442,7 @@ def learn(agents, critic, rollouts, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns: a mean over agents (0 if opposite) and held-out items in which any acts, from one seed."""
+    """Mean of what an episode earns, over agents (so 0 if opposite) and held-out items in which any acts; one seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 

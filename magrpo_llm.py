@@ -47,14 +47,14 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
-    """Flags; comments are the help. needs(x): refused without x. Inherited: flags of tasks, folders, models, AdamW."""
+    """Flags; comments are the help. needs(x): refused without x. Inherited: task, folder, models, AdamW, sampling."""
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2  # agents of the team, or players of --env
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # most episodes of the run, of all processes, rounded up to whole updates
+    max_episodes: PositiveInt | None = None  # ends the run with the update that reaches as many, of all processes
     eval_interval: NonNegativeInt = 12  # updates between evaluations, also after the first and last; 0: none
 
     # Rollouts
@@ -78,14 +78,14 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes
     micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
-    actor_learning_rate: NonNegativeFloat = 5e-4  # for the embedded model; large ones take less (docs/models.md)
+    actor_learning_rate: NonNegativeFloat = 5e-4  # for the tiny default model; large ones take less: docs/models.md
     anneal_lr: bool = True  # lower the learning rate to 0 over the second half of the run
     max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. TeamEnv calls the last three through tasks.load_task, which hands each only what it names
-# (prompts, turns ...: docs/tasks.md), checks what it returns, and makes a team's one list of rewards N equal ones.
+# (prompts, turns ...: docs/tasks.md), checks what it returns, and copies a team's one list of rewards for each agent.
 
 
 def train_dataset(size, seed):
@@ -142,7 +142,7 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. Agent i acts in
     episode b if dict i has b, with messages or a string, and else waits. An episode in no dict has ended; end all
-    within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
+    within --num-turns steps. If one agent has no room for an answer, b is in no later action, and earns no more.
     Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -216,7 +216,7 @@ class Rollout:
     """B transcripts of one agent, padded on the right: ids with the padding token, the other tensors with 0."""
 
     ids: torch.Tensor  # [B, S]
-    attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
+    attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding; for lengths
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
@@ -257,11 +257,11 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    One agent's transcript, `turns` and `rewards` (c of turn 1) as turn 2 begins, where it reads the other's answer:
+    A transcript as turn 2 begins, in which the agents read each other's answers; c is what turn 1 has earned:
 
-        <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
-        0      0      0           1   1      1     0      0   0       0      0
-        0      0      0           0   0      c     0      0   0       0      0
+        ids      <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
+        turns    0      0      0           1   1      1     0      0   0       0      0
+        rewards  0      0      0           0   0      c     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
@@ -313,7 +313,7 @@ def policy_forward(policy, rollout, rows, args):
     """log pi and H (entropy) of each sampled token, in its column, [M, S], else 0."""
     mask = rollout.mask[rows]
     # Logits [n, vocabulary] that predict sampled tokens: logits[:, :-1][mask[:, 1:]] of a full pass, as column t - 1
-    # predicts token t. There is no attention mask: padding is on the right, where a causal model does not look
+    # predicts token t. It needs no attention mask: padding is on the right, where a causal model does not look
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -351,7 +351,7 @@ def learn(agent, rollout, args, generator):
     mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
 
     # 1. A pass of actor and reference without gradients; step 4: of the actor with gradients, in every epoch
-    old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty
+    old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or a ratio
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
         for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
@@ -375,7 +375,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts are means over processes: gradients are averaged too, so that losses are means over all processes
+            # Sum / mean count of a process: averaging gradients over processes makes that sum of all / count of all
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -408,7 +408,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns: a mean over agents (0 if opposite) and held-out items in which any acts, from one seed."""
+    """Mean of what an episode earns, over agents (so 0 if opposite) and held-out items in which any acts; one seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 

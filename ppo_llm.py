@@ -56,7 +56,7 @@ from utils.run import FolderArgs, Run
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; comments are the help. needs(x): refused without x. Inherited: flags of tasks, folders, models, AdamW."""
+    """Flags; comments are the help. needs(x): refused without x. Inherited: task, folder, models, AdamW, sampling."""
 
     seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -72,7 +72,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # updates between copies of the actor to the reference; 0: never
     reference_update_interval: NonNegativeInt = needs("use_separate_reference_adapter", default=0)
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # most episodes of the run, of all processes, rounded up to whole updates
+    max_episodes: PositiveInt | None = None  # ends the run with the update that reaches as many, of all processes
     eval_interval: NonNegativeInt = 25  # updates between evaluations, also after the first and last; 0: none
 
     # Rollouts
@@ -110,7 +110,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # where its line over the run ends
     value_loss_coef: NonNegativeFloat = 0.5  # weight of the critic's loss
-    actor_learning_rate: NonNegativeFloat = 3e-3  # for the embedded model; large ones take less (docs/models.md)
+    actor_learning_rate: NonNegativeFloat = 3e-3  # for the tiny default model; large ones take less: docs/models.md
     critic_learning_rate: NonNegativeFloat = 3e-3  # of critics and value heads
     cosine_lr_schedule: bool = True  # lower the learning rates to 0 along a cosine
     warmup_proportion: Fraction = 0.0  # share of the updates over which they rise first
@@ -173,7 +173,7 @@ class Agent:
         own_reference = args.use_separate_reference_adapter
         self.reference = initial.frozen_copy(f"agent_{i}_reference") if own_reference else initial.policy
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
-        self.value_head = models.ValueHead(self.critic or self.actor, args)  # [n, D] to critic(h_t), [n]; 0 at first
+        self.value_head = models.ValueHead(self.critic or self.actor, args)  # hidden states [n, D] to [n]; 0 at first
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
             models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # the critic may be None
@@ -188,7 +188,7 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. Agent i acts in
     episode b if dict i has b, with messages or a string, and else waits. An episode in no dict has ended; end all
-    within --num-turns steps. If one agent has no room for an answer, nobody acts or earns in that episode again.
+    within --num-turns steps. If one agent has no room for an answer, b is in no later action, and earns no more.
     Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -262,7 +262,7 @@ class Rollout:
     """B transcripts of one agent, padded on the right: ids with the padding token, the other tensors with 0."""
 
     ids: torch.Tensor  # [B, S]
-    attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding
+    attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding; for lengths
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
     rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
@@ -303,11 +303,11 @@ def generate(agent, contexts, args, generator):
 def play(agents, task, items, args, generator):
     """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
 
-    One agent's transcript, `turns` and `rewards` (c of turn 1) as turn 2 begins, where it reads the other's answer:
+    A transcript as turn 2 begins, in which the agents read each other's answers; c is what turn 1 has earned:
 
-        <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
-        0      0      0           1   1      1     0      0   0       0      0
-        0      0      0           0   0      c     0      0   0       0      0
+        ids      <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
+        turns    0      0      0           1   1      1     0      0   0       0      0
+        rewards  0      0      0           0   0      c     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
@@ -471,7 +471,7 @@ def learn(agent, rollout, args, generator):
     advantages, returns = gae(rewards, old_values, action_mask, is_cut_end, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # falls slowly, or late noise would grow
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # slow to fall: a tiny std would amplify noise
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
     advantages = advantages.gather(1, action_column)  # now on each sampled token, its action's; masks hide the rest
 
@@ -485,7 +485,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts are means over processes: gradients are averaged too, so that losses are means over all processes
+            # Sum / mean count of a process: averaging gradients over processes makes that sum of all / count of all
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
@@ -548,7 +548,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """What an episode earns: a mean over agents (0 if opposite) and held-out items in which any acts, from one seed."""
+    """Mean of what an episode earns, over agents (so 0 if opposite) and held-out items in which any acts; one seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
