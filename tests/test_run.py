@@ -200,6 +200,17 @@ def test_samples_say_what_was_earned_without_a_move(monkeypatch):
     assert sample["earned"] == [1.0, -1.0] and sample["rewards"] == [[1.0], []] and sample["reward"] == 0
 
 
+@pytest.mark.parametrize("script, of_second", [("maac", -1.0), ("iac", -1.0), ("maac", 1.0)])
+def test_opposite_rewards_are_said_and_that_a_critic_of_the_team_is_idle(script, of_second, capsys):
+    def reward_func(*completions, items):
+        return [[sign * len(text) for text in completions[0]] for sign in (1.0, of_second)]
+
+    train(script, reward_func)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "adds up to 0" in line]
+    assert len(lines) == (of_second < 0)
+    assert all(line.endswith("teaches them nothing: take iac_llm.py") == (script == "maac") for line in lines)
+
+
 def test_what_was_not_measured_is_nan():
     x = torch.ones(2, 3)
     assert distributed.explained_variance(x, x, torch.zeros(2, 3)).isnan()

@@ -35,7 +35,7 @@ from utils.run.folder import (
 from utils.run.fork import COPY, OF_DATA, OF_REWARDS, copy_fork, fork_of, put_fork
 from utils.run.kept import Kept
 from utils.run.log import Log, joint_samples
-from utils.run.metrics import agent_metrics, count_tokens, seat_metrics, team_metrics
+from utils.run.metrics import agent_metrics, count_tokens, say_what_cancels, seat_metrics, team_metrics
 from utils.run.report import EVAL_REWARD, EXACT_SCORES, outcome, side_by_side, time_table
 from utils.run.signals import Signals
 from utils.timers import at_rest
@@ -290,6 +290,8 @@ class Run:
                 reason += ", or the environment dropped all episodes"
             raise TaskError(f"nobody acted in update {step}: {reason}")
         metrics = team_metrics(rollouts, self.args.num_turns > 1) | agent_metrics(metrics, critic_metrics)
+        if step == 1:
+            say_what_cancels(metrics, has_critic=critic_metrics is not None)
         if hasattr(self.task, "TeamEnv") and len(rollouts) > 1:  # seats of a game, or of an environment
             metrics |= seat_metrics(rollouts)
         extra = self.task.extra_metrics(rollouts, items)

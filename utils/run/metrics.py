@@ -30,6 +30,16 @@ def team_metrics(rollouts, several_turns):
     return {name: float(x) for name, x in metrics.items()}
 
 
+def say_what_cancels(metrics, has_critic):
+    """Say so where what the agents earn adds up to 0 in every episode, of which a critic of the team learns nothing."""
+    if "agent_0/reward_mean" in metrics and metrics["reward_mean"] == metrics["reward_std"] == 0:
+        idle = ", and the team's critic, which values their mean, teaches them nothing: take iac_llm.py"
+        distributed.say(
+            "what the agents earn adds up to 0 in each episode: look at agent_0/reward_mean, agent_1/reward_mean ..."
+            + idle * has_critic
+        )
+
+
 def earned_by_seats(rollouts):
     """What each seat earns in the matches of all processes, [B, N]; those in which nobody acted are left out."""
     has_acted = torch.stack([(rollout.turns > 0).any(1) for rollout in rollouts]).any(0)  # [B]
