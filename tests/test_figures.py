@@ -1,5 +1,6 @@
 """Every figure that README and the pages give of a run is that of the results that are kept."""
 
+import csv
 import json
 import re
 from functools import cache
@@ -174,7 +175,8 @@ SENTENCES = [  # page, a sentence, its figures
     ),
     (
         "benchmark/real.md",
-        "rises from {}, the mean of its first four updates, to {} in the last four of {}, by",
+        "rises from {}, the mean of its first four updates, to {} in the last four of {}, after which it "
+        "was stopped, by",
         lambda: [*reasoning()[3:5], reasoning()[7]],
     ),
     ("benchmark/real.md", "The judge's falls from {} to {}:", lambda: reasoning()[5:7]),
@@ -227,6 +229,33 @@ def test_the_table_of_humaneval_is_of_the_kept_answers():
     whole = [sum(row[team]["passed"] == 1 for row in kept) for team in ("untouched", "trained")]
     rows.append(f"| all asserts pass | {whole[0]} of {len(kept)} | {whole[1]} of {len(kept)} |")
     assert "\n".join(rows) in (ROOT / "benchmark/real.md").read_text() and len(kept) == 32
+
+
+def of_seeds(group, task):
+    """Of seeds 1, 2 and 3 the first reward, that of the last tenth, the seconds of the run and of its rewards."""
+    manifest = json.loads((RESULTS / "manifest.json").read_text())
+    columns = []
+    for seed in (1, 2, 3):
+        name = f"{group}/{task}__{seed}"
+        rewards = [row["reward_mean"] for row in read_metrics(RESULTS / name)]
+        with open(RESULTS / name / "times.csv") as file:
+            spent = sum(float(row["time/reward"]) for row in csv.DictReader(file))
+        columns.append([rewards[0], fmean(rewards[-(len(rewards) // 10) :]), manifest[name]["seconds"], spent])
+    return list(zip(*columns))
+
+
+def test_the_rows_of_tasks_are_of_the_kept_runs():
+    seconds = {}
+    for group, task, label, most in (
+        ("ippo_head", "number", "`number`, three turns, value heads", "2.571"),
+        ("ippo_critic", "code", "`code`, one turn, critics", "4"),
+    ):
+        first, last, walls, seconds[task] = of_seeds(group, task)
+        rewards = [", ".join(f"{reward:.2f}" for reward in own) for own in (first, last)]
+        wall = f"{min(walls):.0f} to {max(walls):.0f} s"
+        assert f"| {label} | {rewards[0]} | **{rewards[1]}** | {most} | {wall} |" in page("docs/tasks.md")
+    spent = f"takes {min(seconds['code']):.0f} to {max(seconds['code']):.0f} seconds of these runs"
+    assert spent in page("docs/tasks.md")
 
 
 @pytest.mark.rest
