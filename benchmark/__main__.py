@@ -22,9 +22,13 @@ from pydantic import PositiveInt
 from utils import plot
 from utils.benchmark import Failed, Job, check_seeds, finished, locked, run_jobs, write_manifest
 from utils.cli import UserError, command_line, flags
+from utils.envs import guess
 from utils.files import read_json, write_whole, writing
 from utils.probe import LEARNED, middle_mean
+from utils.run.reader import read_metrics
+from utils.run.report import draw_curves
 from utils.same import is_time
+from utils.tasks import number
 
 HERE = Path(__file__).resolve().parent
 
@@ -66,6 +70,11 @@ RUNS = {  # group: command, tasks
     "ippo_alone": (f"{IPPO} --num-agents 1 --use-separate-critic {THIRD}", {"code": TASKS["code"]}),
     "agilerl": (f"{PEER_PPO} agilerl {THIRD}", {"guess": ALONE["guess"]}),
     "trl": (f"{PEER_PPO} trl {THIRD}", {"code": ""}),
+}
+CURVES = {  # pictures of one run, and what optimal play earns
+    "curves": ("ippo_critic/tldr__1", None),
+    "number": ("ippo_head/number__3", number.optimum(2, 3)),
+    "guess": ("ppo/guess__2", guess.optimum(6)),
 }
 SEEDS = {  # of runs GROUP/TASK, how many; else 3
     "(ippo|iac)_third/tldr|comlrl_(ippo|iac)/tldr": 7,
@@ -151,6 +160,9 @@ def gather(jobs, runs, results):
 
 def pictures(results, folder):
     """Draw what the results allow; returns the tables' lines of Markdown by name."""
+    for name, (run, optimum) in CURVES.items():
+        if (results / run / "metrics.csv").exists():
+            draw_curves(read_metrics(results / run), folder / f"{name}.png", run, optimum)
     tables = {}
     for name, groups in PICTURES.items():
         there = {label: group for label, group in groups.items() if any(results.glob(f"{group}/*__*"))}

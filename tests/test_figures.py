@@ -12,6 +12,7 @@ from processes import ROOT
 import benchmark.__main__ as driver
 from benchmark import cost, side_by_side
 from utils import plot
+from utils.envs import guess
 from utils.run.reader import read_metrics
 
 RESULTS = ROOT / "benchmark/results"
@@ -232,15 +233,18 @@ def test_the_table_of_humaneval_is_of_the_kept_answers():
 
 
 def of_seeds(group, task):
-    """Of seeds 1, 2 and 3 the first reward, that of the last tenth, the seconds of the run and of its rewards."""
+    """Of seeds 1, 2, 3: first reward, that of the last tenth, held out in the end; seconds of the run, of rewards."""
     manifest = json.loads((RESULTS / "manifest.json").read_text())
     columns = []
     for seed in (1, 2, 3):
         name = f"{group}/{task}__{seed}"
-        rewards = [row["reward_mean"] for row in read_metrics(RESULTS / name)]
+        rows = read_metrics(RESULTS / name)
+        rewards = [row["reward_mean"] for row in rows]
+        held = [row["eval/reward_mean"] for row in rows if row["eval/reward_mean"] is not None][-1]
         with open(RESULTS / name / "times.csv") as file:
             spent = sum(float(row["time/reward"]) for row in csv.DictReader(file))
-        columns.append([rewards[0], fmean(rewards[-(len(rewards) // 10) :]), manifest[name]["seconds"], spent])
+        end = fmean(rewards[-(len(rewards) // 10) :])
+        columns.append([rewards[0], end, held, manifest[name]["seconds"], spent])
     return list(zip(*columns))
 
 
@@ -250,12 +254,20 @@ def test_the_rows_of_tasks_are_of_the_kept_runs():
         ("ippo_head", "number", "`number`, three turns, value heads", "2.571"),
         ("ippo_critic", "code", "`code`, one turn, critics", "4"),
     ):
-        first, last, walls, seconds[task] = of_seeds(group, task)
+        first, last, _, walls, seconds[task] = of_seeds(group, task)
         rewards = [", ".join(f"{reward:.2f}" for reward in own) for own in (first, last)]
         wall = f"{min(walls):.0f} to {max(walls):.0f} s"
         assert f"| {label} | {rewards[0]} | **{rewards[1]}** | {most} | {wall} |" in page("docs/tasks.md")
     spent = f"takes {min(seconds['code']):.0f} to {max(seconds['code']):.0f} seconds of these runs"
     assert spent in page("docs/tasks.md")
+
+
+def test_the_rows_of_ppo_are_of_the_kept_runs():
+    for seed, first, last, held in zip((1, 2, 3), *of_seeds("ppo", "guess")[:3]):
+        row = f"| {seed} | {first:.2f} | {last:.2f} | **{held:.3f}**, {held / guess.optimum(6):.0%}".replace("%", " %")
+        assert row in page("docs/ppo.md")
+    ends = [", ".join(f"{x:.2f}" for x in own) for own in of_seeds("ppo", "tldr")[1:3]]
+    assert f"end at {ends[0]} with seeds 1, 2 and 3 (held out {ends[1]})" in page("docs/ppo.md")
 
 
 @pytest.mark.rest
