@@ -4,12 +4,12 @@ Each agent has its own actor and critic; the other agents are part of its enviro
 actor (its loss trains the actor too) or a model of its own (--use-separate-critic). h_t is all that an agent has read
 and written before it samples token a_t, which is in turn k of the episode. In the order of `learn`:
 
-    c_k     = its rewards of turn k, in which it acts, and on until it acts again; those before it first acts are lost
+    c_k     = what it earns from its answer in turn k until its next answer; what it earns before its first is lost
     e_k     = c_k / (s + reward_norm_eps)              s = max(std of sum_k c_k over episodes it acts in, 0.98 * last s)
     m_k     = mean, over the episodes in which it acts in turn k, of its sum of e_j over j >= k (undiscounted, no KL)
     V(h_t)  = critic(h_t) + m_k
     r_t     = -kl_coef (log pi_old - log pi_ref)       on every token; on the last one of turn k also + e_k
-    delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next sampled token; V_old = 0 at an end or cut
+    delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next sampled token; V_old = 0 after the last
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438; R_t = A_t + V_old(h_t)
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
     actor     maximises  mean of  log pi(a_t|h_t) A'_t + entropy_coef H(pi(.|h_t))
@@ -125,7 +125,7 @@ def reward_func(*completions, items):
 
 
 def external_transition(item, agent_completions):
-    """What the agents read after N answers to an item: N chats of new messages. None: the episode ends, here always."""
+    """N next prompts after N answers to an item; of them agents read what is new. None: the episode ends, as here."""
     return None
 
 
@@ -300,7 +300,7 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):  # who read just now did so in episodes that are cut
+            if not any(actions):  # all episodes with observations are cut
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
@@ -327,7 +327,7 @@ def policy_forward(policy, rollout, rows, args):
     """log pi and H of sampled tokens, in their columns of [M, S], else 0; hidden states that predict them, [n, D]."""
     mask = rollout.mask[rows]
     # Logits [n, vocabulary] that predict sampled tokens: logits[:, :-1][mask[:, 1:]] of a full pass, as column t - 1
-    # predicts token t. It needs no attention mask: padding is on the right, where a causal model does not look
+    # predicts token t. Columns after the last sampled token are not read. Padding is last, and needs no attention mask
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -378,12 +378,12 @@ def learn(agent, rollout, args, generator):
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
     baseline = m[rollout.turns]  # [B, S] m_k on the tokens of turn k. V = baseline + critic_forward
 
-    # 3. As they are before the optimiser steps, the actor, the reference and a critic model read the rollout once
+    # 3. Before any optimiser step, without gradients: one pass each of actor, reference and, if any, critic model
     old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or a ratio
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
+        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: short passes
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rows, args)
             old_values[rows] = baseline[rows] + critic_forward(agent, rollout, rows, hidden_states)
@@ -401,7 +401,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Sum / mean count of a process: averaging gradients over processes makes that sum of all / count of all
+            # Per-process counts: gradients are averaged over processes, so sum / mean count becomes total / total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)

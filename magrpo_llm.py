@@ -116,7 +116,7 @@ def reward_func(*completions, items):
 
 
 def external_transition(item, agent_completions):
-    """What the agents read after N answers to an item: N chats of new messages. None: the episode ends, here always."""
+    """N next prompts after N answers to an item; of them agents read what is new. None: the episode ends, as here."""
     return None
 
 
@@ -286,7 +286,7 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):  # who read just now did so in episodes that are cut
+            if not any(actions):  # all episodes with observations are cut
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
@@ -313,7 +313,7 @@ def policy_forward(policy, rollout, rows, args):
     """log pi and H (entropy) of each sampled token, in its column, [M, S], else 0."""
     mask = rollout.mask[rows]
     # Logits [n, vocabulary] that predict sampled tokens: logits[:, :-1][mask[:, 1:]] of a full pass, as column t - 1
-    # predicts token t. It needs no attention mask: padding is on the right, where a causal model does not look
+    # predicts token t. Columns after the last sampled token are not read. Padding is last, and needs no attention mask
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -354,7 +354,7 @@ def learn(agent, rollout, args, generator):
     old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or a ratio
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
+        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: short passes
             old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
 
@@ -375,7 +375,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Sum / mean count of a process: averaging gradients over processes makes that sum of all / count of all
+            # Per-process counts: gradients are averaged over processes, so sum / mean count becomes total / total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):

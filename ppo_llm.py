@@ -332,7 +332,7 @@ def play(agents, task, items, args, generator):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):  # who read just now did so in episodes that are cut
+            if not any(actions):  # all episodes with observations are cut
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
@@ -485,7 +485,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Sum / mean count of a process: averaging gradients over processes makes that sum of all / count of all
+            # Per-process counts: gradients are averaged over processes, so sum / mean count becomes total / total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
