@@ -109,7 +109,7 @@ def formatters(item, agent):
 def reward_func(*completions, items):
     """completions[i][j] is agent i's answer to items[j]. Returns rewards[j] of the team, or rewards[i][j] of agent i.
 
-    Opposite: [r, [-x for x in r]]. Here: mean over agents i, i + 1 of 0 to 3 points for lengths, words, and subject.
+    Opposite: [r, [-x for x in r]]. Here: 0 to 3 points for lengths, words, subject of agents i and i + 1, their mean.
     """
     rewards = []
     for item, *texts in zip(items, *completions):
@@ -185,8 +185,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, the rewards, N dicts {episode: float}, and the set of episodes that it cuts: this
-        step is the last that is paid there, and what agents then observe they read and do not answer. A task cuts none.
+        Returns the next observations; the rewards, N dicts {episode: float}, also of agents that wait; and the set of
+        episodes that it cuts: paid for this step and no more; what is observed there is read, not answered. Here: none.
         """
         self.turn += 1
         episodes = list(actions[0])  # those that go on; all agents act in them
@@ -394,7 +394,7 @@ def learn(agents, critic, rollouts, args, generator):
         mean, std = distributed.mean_std(advantages, played)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t
 
-    # 5. Optimiser steps: in each epoch actor and critic read the rollout again, with gradients
+    # 5. Optimiser steps: in each epoch actor and critic model read the rollout again, with gradients
     losses, value_losses = [], []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(played), generator=generator, device=played.device)

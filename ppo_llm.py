@@ -217,8 +217,8 @@ class TeamEnv:
     def step(self, actions):
         """Score the actions of a turn, N dicts {episode: answer}.
 
-        Returns the next observations, the rewards, N dicts {episode: float}, and the set of episodes that it cuts: this
-        step is the last that is paid there, and what agents then observe they read and do not answer. A task cuts none.
+        Returns the next observations; the rewards, N dicts {episode: float}, also of agents that wait; and the set of
+        episodes that it cuts: paid for this step and no more; what is observed there is read, not answered. Here: none.
         """
         self.turn += 1
         episodes = list(actions[0])  # those that go on; all agents act in them
