@@ -236,7 +236,7 @@ def test_numpys_chance_in_textarena_is_the_matchs():
     drawn = []
     env = SimpleNamespace(reset=lambda num_players, seed: drawn.append(np.random.rand()))
     state = np.random.get_state()[1].tolist()
-    for seed in (5, 5, 6):
+    for seed in (5, 5, 6, 5 * 10**9):
         textarena.Match(env, 2, False, seed)
     assert drawn[0] == drawn[1] != drawn[2] and np.random.get_state()[1].tolist() == state
 

@@ -15,7 +15,7 @@ import maac_llm
 from benchmark import architectures
 from utils import models
 from utils.cli import UserError, parse
-from utils.models import causal_lm, loading
+from utils.models import causal_lm, loading, weights
 
 ONES = torch.ones_like(IDS)
 
@@ -81,6 +81,19 @@ def test_mixed_precision_rounds_a_policy_as_it_rounds_the_next(base, tokenizer, 
         logits = read.logits.unflatten(0, (2, 10))
         assert logits.dtype == torch.bfloat16
         torch.testing.assert_close(agent.actor.next_token(IDS, ONES).logits, logits[:, -1].float(), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_frozen_model_is_saved_as_it_is_while_it_samples_in_bfloat16(tied, tmp_path):
+    model = tiny_base(tie_word_embeddings=tied)
+    causal_lm.prepare(model, "the model", mixed_precision="bf16")
+    before = {name: x.clone() for name, x in model.requires_grad_(False).state_dict().items()}
+    with causal_lm.frozen_weights_cast(model):
+        assert torch.bfloat16 in {x.dtype for x in model.parameters()}
+        weights.save_model(model, tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert saved.keys() == before.keys() and all(torch.equal(saved[name], x) for name, x in before.items())
+    assert {x.dtype for x in model.parameters()} == {torch.float32}
 
 
 DORA = {"lora_config": '{"use_dora": true}'}

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import numpy
 import pytest
+import short_runs
 import torch
+from helpers import build_model
+from peft.tuners import lora
 from safetensors.torch import load_file, save_file
 from short_runs import FLAGS, SCRIPTS, Faulty, every_script, make_task, return_none, saved_state, small_model, train
 
@@ -71,7 +74,7 @@ def test_a_fork_with_nothing_changed_is_the_run_to_the_bit(script, undisturbed):
     assert_same("fork", undisturbed(script))
     assert contents("first") == before
     fork = config_of("fork")["fork"]
-    assert fork == {"run": "first", "checkpoint": "update_000001", "step": 1, "changed": {}}
+    assert fork == {"run": "first", "checkpoint": "update_000001", "step": 1, "changed": {}, "first": 0}
 
 
 def test_a_task_that_draws_from_any_generator_draws_the_same():
@@ -113,7 +116,7 @@ EVALUATED["ppo"] = EVALUATED["ppo"] | {"reference_update_interval": 1}
 
 def watch(patch, script, name, on_call):
     """Let on_call(k) be called before call k of a function of a script, of AdamW, or of Run."""
-    owner = {"step": torch.optim.AdamW, "log": Run}.get(name, SCRIPTS[script])
+    owner = {"step": torch.optim.AdamW, "log": Run, "merge": lora.Linear}.get(name, SCRIPTS[script])
     function = getattr(owner, name)
     numbers = itertools.count()
 
@@ -124,17 +127,18 @@ def watch(patch, script, name, on_call):
     patch.setattr(owner, name, watched)
 
 
-def act_in_second_update(monkeypatch, script, place, act):
+def act_in_second_update(monkeypatch, script, place, act, **flags):
     """Train, where act() is called at a place of the second update."""
-    name, call = PLACES[place]
+    name, call = PLACES.get(place, ("merge", 1))
+    flags = EVALUATED[script] | flags
     calls = []
     with monkeypatch.context() as patch:
         watch(patch, script, name, calls.append)
-        train(script, folder="counted", pause_at=1, **EVALUATED[script])
+        train(script, folder="counted", pause_at=1, **flags)
     number = len(calls) + call % len(calls)
     with monkeypatch.context() as patch:
         watch(patch, script, name, lambda k: act() if k == number else None)
-        train(script, **EVALUATED[script])
+        train(script, **flags)
 
 
 @every_cut
@@ -149,9 +153,8 @@ def test_a_run_that_an_error_ended_in_an_update_goes_on_to_the_same_bits(script,
     assert_same("run", undisturbed(script, **EVALUATED[script]))
 
 
-@every_cut
-def test_what_a_signal_in_an_update_saves_goes_on_to_the_same_bits(script, place, undisturbed, monkeypatch):
-    """Whether the process is killed once that is saved, or has the time to finish the update."""
+def stop_in_second_update(monkeypatch, script, place, undisturbed, **flags):
+    """A signal comes; the process is killed once that is saved, or has the time to finish the update: it goes on."""
     write = utils.run.write_checkpoint
 
     def write_and_copy(folder, *values):
@@ -161,10 +164,24 @@ def test_what_a_signal_in_an_update_saves_goes_on_to_the_same_bits(script, place
 
     monkeypatch.setattr(utils.run, "write_checkpoint", write_and_copy)
     with pytest.raises(Stopped, match="^stopped by SIGTERM after update 2 of 3"):
-        act_in_second_update(monkeypatch, script, place, lambda: signal.raise_signal(signal.SIGTERM))
+        act_in_second_update(monkeypatch, script, place, lambda: signal.raise_signal(signal.SIGTERM), **flags)
+    flags = EVALUATED[script] | flags
     for folder in ("killed", "run"):
-        train(script, resume=folder, **EVALUATED[script])
-        assert_same(folder, undisturbed(script, **EVALUATED[script]))
+        train(script, resume=folder, **flags)
+        assert_same(folder, undisturbed(script, **flags))
+
+
+@every_cut
+def test_what_a_signal_in_an_update_saves_goes_on_to_the_same_bits(script, place, undisturbed, monkeypatch):
+    stop_in_second_update(monkeypatch, script, place, undisturbed)
+
+
+@pytest.mark.parametrize("place, precision", [("as it plays", "bf16"), ("as it merges", "no")])
+def test_a_signal_saves_adapters_whose_base_is_cast_or_half_merged(place, precision, undisturbed, monkeypatch):
+    tokenizer = small_model()[1]
+    tied = build_model(tokenizer, tie_word_embeddings=True)  # of which a cast weight is a second one
+    monkeypatch.setattr(short_runs, "small_model", lambda: (tied, tokenizer))
+    stop_in_second_update(monkeypatch, "ippo", place, undisturbed, lora_rank=4, mixed_precision=precision)
 
 
 def test_a_run_that_fails_in_its_first_update_begins_anew(undisturbed, monkeypatch):
@@ -373,6 +390,9 @@ def test_a_fork_with_other_data_reads_them_from_the_first():
     flags = {"dataset": "other.jsonl", "train_size": 8, "eval_size": 4, "num_train_epochs": 2}
     _, run = train("ippo", note, fork=SECOND, pause_at=4, **flags)
     assert run.num_updates == 2 + 4 and run.rows[-1]["epoch"] == 1 and len({*read}) == len(read) == 8
+    _, again = train("ippo", note, folder="again", fork="run", **flags)
+    assert again.num_updates == 6 and again.rows[-1]["epoch"] == 2 and {*read[8:]} == {*read[:8]}
+    del read[8:]
     train("ippo", note, resume="run", fork=SECOND, **flags)
     assert len(read) == 16 and {*read[8:]} == {*read[:8]}
 

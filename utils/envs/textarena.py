@@ -12,7 +12,7 @@ import random
 import numpy
 
 from utils.cli import UserError, describe
-from utils.envs.seats import Game, check_seats
+from utils.envs.seats import LARGEST_SEED, Game, check_seats
 
 PIN = "textarena==0.7.4"
 
@@ -59,6 +59,7 @@ class Match:
         self.env = env
         self.num_seats = num_seats
         self.in_brackets = in_brackets
+        seed = seed % LARGEST_SEED
         self.random_states = random.Random(seed).getstate(), numpy.random.RandomState(seed).get_state()
         with self.own_random():
             env.reset(num_players=num_seats, seed=seed)

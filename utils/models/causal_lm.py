@@ -149,18 +149,24 @@ def frozen_weights_cast(model):
 
     Weights that learn stay as they are: autocast casts these once, and frozen ones in each pass.
     """
-    kept = []
+    model.frozen_weights = []  # as they were: (module, weight)
     if is_in_bfloat16(model):
         dora = {module.get_base_layer() for module in model.modules() if getattr(module, "lora_variant", None)}
         for module in model.modules():
             if type(module) in (nn.Linear, Conv1D) and not module.weight.requires_grad and module not in dora:
-                kept.append((module, module.weight))
+                model.frozen_weights.append((module, module.weight))
                 module.weight = nn.Parameter(module.weight.to(torch.bfloat16), requires_grad=False)
     try:
         yield
     finally:
-        for module, weight in kept:
-            module.weight = weight
+        restore_frozen_weights(model)
+
+
+def restore_frozen_weights(model):
+    """Give a model the frozen weights back that it had before they were cast; passes cast them by themselves then."""
+    for module, weight in getattr(model, "frozen_weights", ()):
+        module.weight = weight
+    model.frozen_weights = []
 
 
 def forward_unpadded(model, input_ids, attention_mask, cache, keep, hidden):

@@ -64,6 +64,7 @@ class Policy:
         self.to_be_sharded = False  # when it is first called: copies are made of it before
         self.positions = True  # counted from a row's first token
         self.room = UNLIMITED  # tokens that a transcript may have
+        self.fingerprint = None  # of the initial model, or of the base of adapters, once it was asked for
 
     @property
     def device(self):

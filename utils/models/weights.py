@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from utils.cli import UserError, describe
 from utils.distributed import is_main, say
 from utils.files import disk_errors, put, read_json
-from utils.models import adapters
+from utils.models import adapters, causal_lm
 from utils.models.loading import check_whole, loading, without_bars
 from utils.models.sharding import share, whole_tensors
 from utils.models.tensors import BASE, HEAD, fingerprint, load_head, load_optimizer, save_optimizer, save_tensors
@@ -119,16 +119,22 @@ def initial_of(agent):
 
 
 def fingerprint_of(policy):
-    """What tells the initial model, or the base of adapters, from others; None: there is none."""
+    """What tells the initial model, or the base of adapters, from others; None: there is none.
+
+    It is found out once, before anybody samples: then a base may have adapters merged into it, or cast weights.
+    """
     if policy is None:
         return None
-    if policy.adapter is not None:
-        adapters.unmerge(policy.model)
-    return fingerprint(policy.model)
+    if policy.fingerprint is None:
+        if policy.adapter is not None:
+            adapters.unmerge(policy.model)
+        policy.fingerprint = fingerprint(policy.model)
+    return policy.fingerprint
 
 
 def save_model(model, path):
     """Write a model as a Hugging Face folder."""
+    causal_lm.restore_frozen_weights(model)  # it may be sampling
     weights = whole_tensors(model.state_dict(keep_vars=True))
     if not is_main():
         return

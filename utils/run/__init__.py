@@ -19,7 +19,7 @@ from utils.clock import clock
 from utils.files import WriteError, checkpoints, lock, read_json, sync, writing
 from utils.models.policy import warn_of_learning_rate
 from utils.models.stages import load_stage
-from utils.models.weights import load_agents, optimizers_of, save_agents, schedules_of
+from utils.models.weights import fingerprint_of, initial_of, load_agents, optimizers_of, save_agents, schedules_of
 from utils.run.checkpoint import newest_whole, random_state, restore_random_state, write_checkpoint
 from utils.run.failures import explain
 from utils.run.folder import (
@@ -32,7 +32,7 @@ from utils.run.folder import (
     run_folder,
     write_config,
 )
-from utils.run.fork import COPY, OF_DATA, OF_REWARDS, copy_fork, fork_of, put_fork
+from utils.run.fork import COPY, OF_REWARDS, copy_fork, first_of, fork_of, put_fork
 from utils.run.kept import Kept
 from utils.run.log import Log, joint_samples
 from utils.run.metrics import agent_metrics, count_tokens, say_what_cancels, seat_metrics, team_metrics
@@ -69,8 +69,7 @@ class Run:
         self.task = task
         self.folder = distributed.decide(lambda: run_folder(args, script))
         self.fork = distributed.decide(self.read_fork)
-        if self.fork and self.fork["changed"].keys() & OF_DATA:
-            batches.begin_at(self.fork["step"])
+        batches.begin_at(first_of(self.fork))
         self.num_updates = len(batches)
         if self.fork and not args.resume and self.fork["step"] >= self.num_updates:
             done = f"--fork {args.fork} has done {self.fork['step']} updates, and that is all by these flags"
@@ -133,6 +132,8 @@ class Run:
         distributed.decide(self.take_folder)
         if self.args.resume or self.fork:
             self.restore()
+        for agent in self.agents:
+            fingerprint_of(initial_of(agent))
         self.keep()
         distributed.decide(self.write_beginning)
         for agent in self.agents:

@@ -21,9 +21,9 @@ OF_LENGTH = ["rollout_buffer_size", "num_generations"]  # what an update is: tho
 def fork_of(args, script, folder, free):
     """What config.json says of a run that is forked into `folder`: from where, and what is changed.
 
-    {"run", "checkpoint", "step": its updates, "changed": {flag: [there, here]}}. `free` are the fields of flags that
-    may differ unsaid. Raises UserError where a flag of the agents or of an update's length differs, and where there is
-    nothing to fork.
+    {"run", "checkpoint", "step": its updates, "changed": {flag: [there, here]}, "first": first_of it}. `free` are the
+    flags that may differ unsaid. Raises UserError where a flag of the agents or of an update's length differs,
+    and where there is nothing to fork.
     """
     run = find_run(run_of(args.fork), script, "--fork")
     if run.resolve() == folder.resolve():
@@ -39,7 +39,16 @@ def fork_of(args, script, folder, free):
     if fixed:
         raise UserError(f"--fork {args.fork} goes on with what that run has, and these differ: {'; '.join(fixed)}")
     path, step = find_checkpoint(args.fork, run)
-    return {"run": str(run), "checkpoint": path.name, "step": step, "changed": changed}
+    fork = {"run": str(run), "checkpoint": path.name, "step": step, "changed": changed}
+    has_own_data = changed.keys() & OF_DATA
+    return fork | {"first": step if has_own_data else first_of(read_json(run / "config.json").get("fork"))}
+
+
+def first_of(fork):
+    """The update that has a run's first items: 0, or where it, or a run that it was forked from, took other data."""
+    if fork is None:
+        return 0
+    return fork.get("first", fork["step"] if fork["changed"].keys() & OF_DATA else 0)
 
 
 def find_checkpoint(fork, run):

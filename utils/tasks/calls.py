@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Mapping, Set
 from statistics import median
 
+import torch
 from tqdm import tqdm
 
 from utils.cli import TaskError, describe, one_line
@@ -32,9 +33,20 @@ def call(function, *arguments, **optional):
     return function(*arguments, **optional)
 
 
+@contextlib.contextmanager
 def in_reward_phase():
-    """A context in which time is the task's: of the phase "reward", or of the evaluation that is under way."""
-    return clock.timed("evaluate" if "evaluate" in clock.phases else "reward")
+    """A context in which time is the task's: of the phase "reward", or of the evaluation that is under way.
+
+    A model that the task has is computed as it is, whatever the precision in which the agents sample.
+    """
+    with clock.timed("evaluate" if "evaluate" in clock.phases else "reward"), without_autocast():
+        yield
+
+
+@contextlib.contextmanager
+def without_autocast():
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def call_twice(reward_rows, name, items):
