@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from processes import ROOT
 
 import iac_llm
@@ -12,7 +13,7 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-from utils.cli import ALIASES, UserError, parse
+from utils.cli import ALIASES, UserError, command_line, parse
 
 SCRIPTS = (ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm)
 OF_COMLRL = """
@@ -73,3 +74,16 @@ def test_a_terminal_that_knows_ascii_alone_ends_no_command(tmp_path):
     env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, tmp_path / "tool.py"], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "one \\u2026\n", "")
+
+
+@pytest.mark.parametrize("size, code", [(10**15, 1), (None, None)])
+def test_memory_that_runs_out_before_a_run_is_one_line_and_no_other_error_is(size, code, monkeypatch, capsys):
+    def main(args):
+        return torch.empty(size) if size else torch.ones(2) @ torch.ones(3)
+
+    monkeypatch.setattr(sys, "argv", ["ippo_llm.py"])
+    with pytest.raises(SystemExit if code else RuntimeError) as stop:
+        command_line(main, ippo_llm.Args, "What it does.")
+    said = capsys.readouterr().err
+    assert getattr(stop.value, "code", None) == code and said.count("\n") == (code is not None)
+    assert not code or said.startswith("ippo_llm.py: error: out of memory: --lora-rank, --dtype bfloat16 or --shard")

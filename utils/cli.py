@@ -439,3 +439,11 @@ def command_line(main, Args, description):
     except KeyboardInterrupt:
         print(f"{script}: stopped by the keyboard", file=sys.stderr)
         sys.exit(130)
+    except RuntimeError as error:
+        from utils.run.failures import is_out_of_memory  # with torch, which not every command needs
+
+        if not is_out_of_memory(error):
+            raise
+        less = "--lora-rank, --dtype bfloat16 or --shard take less for the models"
+        print(f"{script}: error: out of memory: {less}; {one_line(error, 300)}", file=sys.stderr)
+        sys.exit(1)
