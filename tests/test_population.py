@@ -260,6 +260,7 @@ def test_a_population_of_a_cluster_has_the_same_lineage_and_goes_on_after_a_kill
     assert lineage() == lineage(whole), output
 
 
+@pytest.mark.slow
 def test_a_stopped_population_saves_and_goes_on(script, breeding):
     plan(g2m0="waits")
     process = start()
@@ -307,6 +308,7 @@ def test_where_all_are_lost_it_ends_with_one_line(script, breeding):
     assert {record["error"] for key, record in breed().items() if key[0] > 1} == {None}
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_takes_its_run_with_it_and_is_replaced(script, breeding):
     plan(g2m1="worker")
     members = breed()
