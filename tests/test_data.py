@@ -175,7 +175,8 @@ def test_a_null_that_nothing_reads_is_no_matter():
     assert read[0][1] == [{"role": "user", "content": "q"}]
 
 
-def test_an_environment_of_a_task_reads_what_it_likes():
+@pytest.mark.parametrize("given", ["functions", "rows"])
+def test_an_environment_of_a_task_reads_what_it_likes(given):
     """Though a function that its file imports is called reward_fn, which scores items with answers."""
     read = []
 
@@ -193,10 +194,11 @@ def test_an_environment_of_a_task_reads_what_it_likes():
     def rows(size, seed):
         return [{"text": "a"}, {"text": "b"}] * 2
 
-    scores = {"reward_fn": lambda completion, answer, question: 0.0}
-    task = SimpleNamespace(TeamEnv=TeamEnv, train_dataset=rows, eval_dataset=rows, **scores)
+    own = {"TeamEnv": TeamEnv, "reward_fn": lambda completion, answer, question: 0.0}
+    data = {"train_dataset": rows, "eval_dataset": rows} if given == "functions" else {}
+    task = SimpleNamespace(**own, **data)
     args = SCRIPTS["ippo"].Args(**(FLAGS["ippo"] | {"output_dir": "run", "train_size": 4, "eval_interval": 0}))
-    SCRIPTS["ippo"].main(args, task, *small_model())
+    SCRIPTS["ippo"].main(args, task, *small_model(), train_dataset=None if data else rows(4, 1))
     assert sorted(read)[:: len(read) // 2] == ["a", "b"]
 
 

@@ -44,7 +44,8 @@ def load_items(task, initials, args, train_dataset=None, eval_dataset=None):
     least = args.rollout_buffer_size // args.num_generations
     rows = (train_dataset, eval_dataset)
     initials = initials * (args.num_agents // len(initials))  # --self-play: one reads in all seats
-    has_rows = hasattr(task.given, "train_dataset") or args.task and (args.dataset or train_dataset is not None)
+    is_task = args.task or not envs.is_game(task.given)
+    has_rows = hasattr(task.given, "train_dataset") or is_task and (args.dataset or train_dataset is not None)
     if hasattr(task, "TeamEnv") and not has_rows:
         train_items, eval_items = envs.game_seeds(args, least, *rows)
     else:
