@@ -43,14 +43,14 @@ def test_autocast_leaves_the_weights_in_float32_and_computes_in_bfloat16(flags):
 
 def test_a_tasks_own_model_is_computed_as_it_is():
     """Whatever the precision in which agents sample."""
-    found = set()
+    dtypes = set()
 
     def reward_func(*completions, items):
-        found.add((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        dtypes.add((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
         return [1.0 for _ in items]
 
     train("ippo", reward_func, mixed_precision="bf16")
-    assert found == {torch.float32}
+    assert dtypes == {torch.float32}
 
 
 def test_a_large_model_is_computed_in_bfloat16_by_itself_where_the_device_is_fast_at_it(monkeypatch, capfd):

@@ -444,6 +444,7 @@ def command_line(main, Args, description):
 
         if not is_out_of_memory(error):
             raise
-        less = "--lora-rank, --dtype bfloat16 or --shard take less for the models"
-        print(f"{script}: error: out of memory: {less}; {one_line(error, 300)}", file=sys.stderr)
+        names = [flag_name(name) for name in ("lora_rank", "dtype", "shard") if name in Args.__dataclass_fields__]
+        less = f"{', '.join(names)} may take less; " if names else ""
+        print(f"{script}: error: out of memory: {less}{one_line(error, 300)}", file=sys.stderr)
         sys.exit(1)

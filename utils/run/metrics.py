@@ -33,11 +33,8 @@ def team_metrics(rollouts, several_turns):
 def say_what_cancels(metrics, has_critic):
     """Say so where what the agents earn adds up to 0 in every episode, of which a critic of the team learns nothing."""
     if "agent_0/reward_mean" in metrics and metrics["reward_mean"] == metrics["reward_std"] == 0:
-        idle = ", and the team's critic, which values their mean, teaches them nothing: take iac_llm.py"
-        distributed.say(
-            "what the agents earn adds up to 0 in each episode: look at agent_0/reward_mean, agent_1/reward_mean ..."
-            + idle * has_critic
-        )
+        idle = "; the critic, which values their mean, teaches them nothing: take iac_llm.py" if has_critic else ""
+        distributed.say(f"what the agents earn adds up to 0 in each episode, so look at agent_<i>/reward_mean{idle}")
 
 
 def earned_by_seats(rollouts):
