@@ -57,8 +57,8 @@ class Peer:
         if flags.algorithm == "ippo":
             from comlrl.trainers.ippo import IPPOConfig, IPPOTrainer
 
-            self.size = 64  # joint samples between two updates
             config |= dict(rollout_buffer_size=64, mini_batch_size=16, actor_learning_rate=flags.actor_learning_rate)
+            self.size = (config | flags.config)["rollout_buffer_size"]  # joint samples between two updates
             self.trainer = IPPOTrainer(model=flags.model, args=IPPOConfig(**config | flags.config), **known)
             actors = self.trainer.actor_models
         else:

@@ -1,7 +1,7 @@
 """The exact score of agents in a small game of OpenSpiel: how much a best answer to them would win.
 
 At every information state the model is read after what its seat would have read and written there. A legal answer's
-probability is that of its tokens, with the token that ends it; they are normalised over the legal answers, and what is
+probability is that of its tokens, with any token that ends it; they are normalised over the legal answers, and what is
 left is the mass on illegal ones. OpenSpiel then has the policy as a table. NashConv is the sum over the seats of what
 a best response would win more; exploitability is NashConv by the number of seats. Where all seats earn the same, it is
 the expected return that counts, beside that of the best play.
@@ -136,7 +136,10 @@ def log_probabilities(agent, rows, args):
             for _, first, end in spans:
                 where[row, first:end] = True
         logits = agent.actor.read(ids, before=where).logits.float() / args.temperature
-        logprobs = logits.log_softmax(-1).gather(1, ids[where][:, None]).squeeze(1)
+        of_vocabulary = logits.log_softmax(-1)
+        logprobs = of_vocabulary.gather(1, ids[where][:, None]).squeeze(1)
+        is_end = torch.isin(ids[where], agent.end_ids)  # an answer may end with any of them
+        logprobs = torch.where(is_end, of_vocabulary[:, agent.end_ids].logsumexp(-1), logprobs)
         logprobs = models.unflatten(logprobs, where)
         for row, (_, spans) in enumerate(chunk):
             for k, first, end in spans:
