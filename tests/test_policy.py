@@ -15,7 +15,7 @@ import maac_llm
 from benchmark import architectures
 from utils import models
 from utils.cli import UserError, parse
-from utils.models import causal_lm, loading, weights
+from utils.models import causal_lm, engine, loading, weights
 
 ONES = torch.ones_like(IDS)
 
@@ -314,6 +314,64 @@ def test_a_critic_that_can_not_read_what_the_actor_does_is_one_line(tmp_path, co
     critic = critic_of(tmp_path / "critic", **config)
     with pytest.raises(UserError, match=f"^--critic-model-name-or-path .*critic {message}"):
         load(use_separate_critic=True, critic_model_name_or_path=critic)
+
+
+def test_a_critic_reads_a_token_that_only_its_actor_knows(tmp_path, save):
+    critic = critic_of(tmp_path / "critic")
+    flags = {"use_separate_critic": True, "critic_model_name_or_path": critic}
+    (initial,) = load(model=(save(vocab_size=1024),), **flags)
+    policy = initial.trainable_critic("agent_0_critic")
+    ids = torch.tensor([[5, 1000, 7, 1]])
+    last = torch.tensor([[5, 767, 7, 1]])
+    mask = torch.tensor([[False, False, False, True]])
+    assert torch.equal(policy.read(ids, mask).hidden_states, policy.read(last, mask).hidden_states)
+
+
+@pytest.mark.parametrize("script", [ippo_llm, maac_llm])
+def test_a_critics_tokenizer_that_can_not_be_read_is_one_line(script, tmp_path, tokenizer):
+    folder = critic_of(tmp_path / "critic")[0]
+    flags = {"num_agents": 1} | ({"use_separate_critic": True} if script is ippo_llm else {})
+    args = script.Args(critic_model_name_or_path=(folder,), **flags)
+    (initial,) = models.load(args)
+    assert initial.trainable_critic("critic").tokenizer is initial.tokenizer
+    tokenizer.save_pretrained(folder)
+    file = tmp_path / "critic/tokenizer.json"
+    file.write_text(file.read_text()[:1000])
+    with pytest.raises(UserError, match="^--critic-model-name-or-path .*critic can't be loaded: Unterminated string"):
+        models.load(args)
+    file.unlink()
+    with pytest.raises(UserError, match="^--critic-model-name-or-path .*critic has no tokenizer that can be read"):
+        models.load(args)
+
+
+def test_a_teams_critic_needs_a_token_to_pad_with(tmp_path, tokenizer):
+    folder = critic_of(tmp_path / "critic")[0]
+    bare = copy.deepcopy(tokenizer)
+    bare.eos_token = bare.pad_token = None
+    bare.save_pretrained(folder)
+    with pytest.raises(UserError, match="^--critic-model-name-or-path: its tokenizer has no padding and no end token"):
+        models.load(maac_llm.Args(num_agents=1, critic_model_name_or_path=(folder,)))
+
+
+def test_a_model_that_counts_positions_otherwise_above_a_length_says_so(save, capsys):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    folder = save(vocab_size=768, rope_parameters=rope, max_position_embeddings=512)
+    load(model=(folder,), max_model_len=128)
+    assert "transcript above" not in capsys.readouterr().out
+    load(model=(folder,))
+    assert (
+        "a transcript above 128 tokens is read in the same pass; --max-model-len 128 keeps" in capsys.readouterr().out
+    )
+
+
+def test_what_vllm_refuses_to_sample_with_is_one_line():
+    def refuse(**_):
+        raise ValueError("temperature must be at most 2")
+
+    of_vllm = SimpleNamespace(vllm=SimpleNamespace(SamplingParams=refuse))
+    with pytest.raises(UserError, match="^--use-vllm: temperature must be at most 2$"):
+        engine.Engine.generate(of_vllm, [[1]], {}, 0)
 
 
 def test_a_critic_with_another_tokenizer_is_one_line(tmp_path, tokenizer):

@@ -166,6 +166,22 @@ def test_a_teams_transcripts_are_one_text_turn_by_turn(agent):
         join_transcripts([agent, agent], rollouts, critic, *FORMATS)
 
 
+def test_a_teams_critic_need_not_know_the_padding_token(agent):
+    padded = copy.deepcopy(agent.tokenizer)
+    padded.add_special_tokens({"pad_token": "<more>"})
+    assert padded.pad_token_id == len(agent.tokenizer)
+    transcripts = []
+    for words in (" one", " one two three"):
+        transcripts.append(ippo_llm.Transcript())
+        transcripts[-1].extend(padded(words, add_special_tokens=False).input_ids)
+        transcripts[-1].extend([9], turn=1)
+        transcripts[-1].answers.append("(")
+    critic = SimpleNamespace(critic=SimpleNamespace(tokenizer=padded, device="cpu", config=config_of(200)))
+    text = join_transcripts([agent], [ippo_llm.Rollout(**pad_right(transcripts, agent))], critic, *FORMATS)
+    padding = text.ids[text.attention_mask == 0]
+    assert len(padding) > 2 and not padding.any()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_teams_critic_reads_from_the_first_tokens_that_its_tokenizer_adds(kind):
     tokenizer = build(kind)
@@ -360,6 +376,34 @@ def test_answers_have_special_tokens_with_the_flag(thinking):
     agent = SimpleNamespace(tokenizer=thinking, end_ids=torch.tensor([thinking.eos_token_id]))
     texts = [decode([ids, ids[:-1], []], agent, ippo_llm.Args(skip_special_tokens=skip)) for skip in (True, False)]
     assert texts == [["78", "78", ""], ["<think>7</think>8", "<think>7</think>8", ""]]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_end_token_that_is_not_special_is_in_no_answer(tokenizer, keeps):
+    plain = copy.deepcopy(tokenizer)
+    end = len(plain)
+    plain.add_tokens("<stop>")
+    agent = SimpleNamespace(tokenizer=plain, end_ids=torch.tensor([end]))
+    (number,) = plain("7", add_special_tokens=False).input_ids
+    args = SimpleNamespace(skip_special_tokens=not keeps)
+    assert decode([[number, end], [number, number], [end, number], [end], []], agent, args) == [
+        "7", "77", "<stop>7", "", ""
+    ]  # fmt: skip
+
+
+def test_an_end_token_after_a_space_of_the_template_stands_once(tokenizer):
+    spaced = copy.deepcopy(tokenizer)
+    end = spaced.eos_token
+    spaced.chat_template = (
+        "{% for message in messages %}{{ message.role + ': ' + message.content }}"
+        f"{{% if message.role == 'assistant' %}} {end} {{% else %}};{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    ).replace("%}} ", "%} ")
+    before = spaced("user: Hm?;assistant: 8", add_special_tokens=False).input_ids
+    with_end = encode("higher", [*before, spaced.eos_token_id], SimpleNamespace(tokenizer=spaced))
+    without = encode("higher", before, SimpleNamespace(tokenizer=spaced))
+    assert spaced.decode(with_end).count(end) == 0 and spaced.decode(without).count(end) == 1
+    assert "user: higher;" in spaced.decode(with_end)
 
 
 def test_padding_that_is_an_ordinary_word_is_not_in_answers(tmp_path, capsys):

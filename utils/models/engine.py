@@ -273,7 +273,10 @@ class Engine:
 
     def generate(self, prompts, settings, seed, adapters=None):
         """What vLLM makes of the prompts."""
-        params = self.vllm.SamplingParams(detokenize=False, ignore_eos=True, **settings)
+        try:
+            params = self.vllm.SamplingParams(detokenize=False, ignore_eos=True, **settings)
+        except ValueError as error:  # a temperature or --top-p that it does not take
+            raise UserError(f"--use-vllm: {one_line(error)}") from error
         requests = None
         if adapters and adapters[0] is not None:
             requests = [self.request(i) for i in adapters]

@@ -261,16 +261,27 @@ def try_to_save(thing, **options):
         thing.save_pretrained(folder, **options)
 
 
+class NoTokenizer(UserError):
+    """A model has no tokenizer of its own."""
+
+
 def load_tokenizer(name, flag, trust_remote_code=False, settings=None):
     """A model's tokenizer, with a padding token. Raises UserError."""
+    return add_padding(find_tokenizer(name, flag, trust_remote_code, settings), flag)
+
+
+def find_tokenizer(name, flag, trust_remote_code=False, settings=None):
+    """A model's tokenizer as it is. Raises UserError, which is a NoTokenizer where there are no files of one."""
     try:
         with loading(flag, name):
-            tokenizer = read_tokenizer(name, flag, trust_remote_code, settings)
+            return read_tokenizer(name, flag, trust_remote_code, settings)
     except UserError as error:
         if "backend tokenizer" not in str(error):  # transformers found no file of one, or can't read it
             raise
-        raise UserError(f"{flag} {name} has no tokenizer that can be read: save one there (save_pretrained)") from error
-    return add_padding(tokenizer, flag)
+        folder = Path(locate(name), (settings or {}).get("subfolder", ""))
+        has_files = any(file.name.startswith("tokenizer") or file.suffix == ".model" for file in folder.glob("*"))
+        kind = UserError if has_files else NoTokenizer
+        raise kind(f"{flag} {name} has no tokenizer that can be read: save one there (save_pretrained)") from error
 
 
 def read_tokenizer(name, flag, trust_remote_code=False, settings=None):
@@ -378,6 +389,18 @@ def check_initial(initial, args):
         where = f"{flag_name('max_model_len')} {room}" if args.max_model_len == room != own else None
         sizes = f"{flag_name('max_new_tokens')} {args.max_new_tokens} after a prompt of {prompt}"
         raise UserError(f"{sizes} exceeds {where or f'the positions of the model, {room}'}")
+    say_where_positions_change(initial, config, args)
+
+
+def say_where_positions_change(initial, config, args):
+    """Say where a model of longrope counts positions otherwise, for all rows of a pass if one of them is long."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
+            most = rope.get("original_max_position_embeddings")
+            if most and initial.longest_prompt + args.max_new_tokens > most:
+                what = f"what it computes depends on whether a transcript above {most} tokens is read in the same pass"
+                say(f"{initial.source.name}: {what}; {flag_name('max_model_len')} {most} keeps them below")
 
 
 def load_tokenizers(args, tokenizer=None, model=None):
@@ -428,8 +451,8 @@ def check_critics(initials, args):
             takes = f"{flag_name('max_model_len')} {room} or less"
             raise UserError(f"{flag} {name} has {room} positions, fewer than the actor reads: it takes {takes}")
         differing = []
-        with contextlib.suppress(Exception):  # it has none
-            words = read_tokenizer(name, flag, args.trust_remote_code, args.critic_model_config).get_vocab()
+        with contextlib.suppress(NoTokenizer):
+            words = find_tokenizer(name, flag, args.trust_remote_code, args.critic_model_config).get_vocab()
             differing = [word for word, k in tokenizer.get_vocab().items() if words.get(word) != k]
         if differing:
             of = f"{len(differing)} of the actor's {len(tokenizer)} tokens, such as {one_line(differing[0], 20)!r}"
@@ -437,11 +460,14 @@ def check_critics(initials, args):
 
 
 def load_critic_tokenizer(tokenizer, name, args):
-    """What a critic of that name reads with: its own, or, where it has none, the agent's `tokenizer`."""
+    """What a critic of that name reads with: its own, or, where it has none, the agent's `tokenizer`.
+
+    Raises UserError where it has one that can't be read, or that has no token to pad with.
+    """
     try:
         flag = flag_name("critic_model_name_or_path")
         return load_tokenizer(name, flag, args.trust_remote_code, args.critic_model_config)
-    except UserError:
+    except NoTokenizer:
         return tokenizer
 
 

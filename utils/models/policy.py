@@ -126,11 +126,14 @@ class Policy:
     def read(self, ids, before):
         """The output before the n places where `before` [b, S] is True, in rows of ids [b, S], padded on the right.
 
-        At place (row, t) it is what the model computes after ids[row, :t]: it predicts token t.
+        At place (row, t) it is what the model computes after ids[row, :t]: it predicts token t. A token that only the
+        agent's other models know is read as the last one that this model knows.
         """
+        most = getattr(self.config.get_text_config(), "vocab_size", UNLIMITED) - 1
 
         def compute():
-            out = causal_lm.read(self.base, ids[:, :-1], before[:, 1:])
+            known = ids[:, :-1].clamp(max=most)
+            out = causal_lm.read(self.base, known, before[:, 1:])
             return Output(out.logits, out.hidden_states)
 
         with self.active():

@@ -37,8 +37,8 @@ def encode(chat, before, agent):
     last answer, where it was cut, the new messages, and the start of an answer. Raises UserError for no tokens, for
     tokens that the model does not know, and for messages that the chat template does not take.
     """
-    if isinstance(chat, torch.Tensor | list) and len(chat) and isinstance(chat[0], int):
-        ids = [*chat]
+    if isinstance(chat, list) and chat and isinstance(chat[0], int):
+        ids = chat
     elif not before:
         ids = encode_prompt(readable(chat), agent.tokenizer)
     else:
@@ -127,7 +127,12 @@ def encode_reply(chat, last, tokenizer):
     if not tokenizer.chat_template:
         return encode_after(mark, "\n\n" + as_text(messages), tokenizer)
     ids = encode_after(mark, render_reply(messages, tokenizer), tokenizer)
-    return ids[1:] if ids and ids[0] == last else ids
+    for k, number in enumerate(ids):
+        if number == last:
+            return ids[k + 1 :]  # the answer has its end token
+        if tokenizer.decode([number]).strip():
+            break  # some templates write a space before the end token
+    return ids
 
 
 def render_reply(messages, tokenizer):
@@ -217,10 +222,9 @@ def mend_end_tokens(model, tokenizer, name):
 
 
 def decode(answers, agent, args):
-    """Sampled answers, lists of ids, as texts: without special tokens, or with all but the end token, by the flag."""
-    if not args.skip_special_tokens:
-        ends = {*agent.end_ids.tolist()}
-        answers = [answer[:-1] if answer and answer[-1] in ends else answer for answer in answers]
+    """Sampled answers, lists of ids, as texts: without the end token, and by the flag without special tokens."""
+    ends = {*agent.end_ids.tolist()}  # of which not all need be special
+    answers = [answer[:-1] if answer and answer[-1] in ends else answer for answer in answers]
     return agent.tokenizer.batch_decode(answers, skip_special_tokens=args.skip_special_tokens)
 
 
@@ -371,7 +375,8 @@ def join_transcripts(agents, rollouts, critic, reads, writes):
     if room and longest > room:
         raise UserError(f"the critic has {room} positions, and what the team reads and writes has {longest} tokens")
     padded = pad_right(rows, critic.critic)
-    return JointTranscripts(padded["ids"], padded["attention_mask"], padded["turns"])
+    ids = padded["ids"] * padded["attention_mask"]  # 0 for padding: its token may be one that the critic does not know
+    return JointTranscripts(ids, padded["attention_mask"], padded["turns"])
 
 
 @dataclass
