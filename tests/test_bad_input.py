@@ -64,6 +64,8 @@ TOGETHER = {
     "critic": ({"critic_value_head_hidden_dim": 7}, "--critic-value-head-hidden-dim has no effect without --use-sep"),
     "head": ({"value_head_hidden_dim": 7, "use_separate_critic": True}, "--value-head-hidden-dim has no effect where"),
     "shortest": ({"min_output_tokens": 4}, "--min-output-tokens takes at most --max-new-tokens, 3, got 4"),
+    "--wandb": ({"wandb_tags": ("a",)}, "--wandb-tags has no effect without --track"),
+    "--overwrite": ({"overwrite": True, "output_dir": None}, "--overwrite has no effect without --output-dir"),
     "alpha": ({"lora_alpha": 3.0}, "--lora-alpha has no effect without --lora-rank"),
     "task and env": ({"task": "number", "env": "guess"}, "--env guess and --task number are two things to train on"),
     "no task": ({"task": "nothing"}, "--task takes arxiv, build"),

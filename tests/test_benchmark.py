@@ -21,8 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import argparse, json, os, pathlib, signal, sys, time
 parser = argparse.ArgumentParser()
-for flag in ("--task", "--seed", "--output-dir", "--resume", "--sleep"):
+for flag in ("--task", "--seed", "--output-dir", "--resume", "--sleep", "--killed"):
     parser.add_argument(flag)
+parser.add_argument("--overwrite", action="store_true")
 flags = parser.parse_args()
 here = pathlib.Path(__file__).parent
 call = {"argv": sys.argv[1:], "threads": os.environ["OMP_NUM_THREADS"], "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
@@ -30,6 +31,9 @@ call["from"] = time.time()
 folder = pathlib.Path(flags.resume or flags.output_dir)
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "config.json").write_text(json.dumps({"git_commit": "abc", "versions": {"torch": "1"}}))
+if flags.killed and not flags.overwrite:
+    os.kill(os.getpid(), signal.SIGKILL)
+(folder / "checkpoints/update_000001").mkdir(parents=True, exist_ok=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 print("under way", flush=True)
 if flags.task == "bad" and not (here / "mended").exists():
@@ -99,6 +103,13 @@ def test_failure_is_named_and_others_go_on(script, capsys):
     Path("mended").touch()
     _, failed = run(script, tasks=("bad", "good"), seeds=(1, 2), name="x")
     assert not failed and len(calls()) == 4
+
+
+def test_a_run_that_was_killed_before_it_had_a_checkpoint_begins_anew(script):
+    _, failed = run(f"{script} --killed 1", seeds=(1,), name="x")
+    assert failed == ["x/run__1"] and not calls()
+    _, failed = run(f"{script} --killed 1", seeds=(1,), name="x")
+    assert not failed and calls()[0]["argv"][-3:] == ["--output-dir", "out/x/run__1", "--overwrite"]
 
 
 def test_as_many_at_a_time_as_workers_each_with_a_gpu_for_each_process(script, monkeypatch):

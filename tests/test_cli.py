@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-from utils.cli import ALIASES, UserError, command_line, parse
+from utils.cli import ALIASES, UserError, command_line, find_run, parse
 
 SCRIPTS = (ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm)
 OF_COMLRL = """
@@ -87,3 +88,16 @@ def test_memory_that_runs_out_before_a_run_is_one_line_and_no_other_error_is(siz
     message = capsys.readouterr().err
     assert getattr(stop.value, "code", None) == code and message.count("\n") == (code is not None)
     assert not code or message.startswith("ippo_llm.py: error: out of memory: --lora-rank, --dtype, --shard may take")
+
+
+def test_the_latest_run_is_found_beside_a_link_that_leads_nowhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for k in (1, 2):
+        Path(f"runs/ippo_llm__{k}").mkdir(parents=True)
+        Path(f"runs/ippo_llm__{k}/config.json").write_text("{}")
+        os.utime(f"runs/ippo_llm__{k}/config.json", (k, k))
+        os.utime(f"runs/ippo_llm__{k}", (k, k))
+    Path("runs/ippo_llm__1/notes.txt").symlink_to("nowhere.txt")
+    os.utime("runs/ippo_llm__1/notes.txt", (1, 1), follow_symlinks=False)
+    os.utime("runs/ippo_llm__1", (1, 1))
+    assert find_run("latest", "ippo_llm") == Path("runs/ippo_llm__2")

@@ -185,6 +185,25 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(waiting, tmp_path):
     assert (tmp_path / "run" / "agent_0").is_dir()
 
 
+@pytest.mark.parametrize("seconds", [0, 0.03])
+def test_a_run_whose_output_nobody_reads_any_more_saves_and_ends(seconds, waiting, tmp_path):
+    name, flags, obstacle = waiting("--save-interval", 0)
+    ours, theirs = os.pipe()
+    command = [sys.executable, f"{name}.py", *map(str, flags)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    while not obstacle.with_suffix(".reached").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)  # as Ctrl-C does, which ends the reader in `| tee log` too
+    time.sleep(seconds)
+    os.close(ours)
+    obstacle.unlink()
+    assert process.wait(120) == 128 + signal.SIGINT
+    assert saved_steps(tmp_path / "run")[-1] == num_rows(tmp_path / "run") < 6
+    assert (tmp_path / "run" / "agent_0").is_dir()
+
+
 # --- By a signal, while it learns -------------------------------------------------------------------------------------
 
 

@@ -228,8 +228,11 @@ def test_opponents_that_have_learned_since_are_said(tmp_path, capsys):
     line = f"--opponent-run {tmp_path / 'other'} has learned since, from update_000001 to update_000002: "
     assert line not in capsys.readouterr().out
     train(resume=str(tmp_path / "other"), pause_at=2)
-    train(resume=str(tmp_path / "run"), **against(tmp_path / "other"))
+    train(resume=str(tmp_path / "run"), **against(tmp_path / "other", pause_at=3))
     assert capsys.readouterr().out.count(line) == 1
+    train(tmp_path / "third", pause_at=1)
+    train(tmp_path / "forked", fork=str(tmp_path / "run"), **against(tmp_path / "third"))
+    assert "has learned since" not in capsys.readouterr().out
 
 
 def test_what_is_earned_without_a_move_counts_as_the_win_does():

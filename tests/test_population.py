@@ -394,6 +394,10 @@ def test_what_the_first_update_shows_is_one_line_and_leaves_nothing(script, bree
     assert "\n" not in str(error.value) and error.value.exit_code == 2 and not Path("out").exists()
 
 
+def test_what_a_fork_may_not_change_is_not_mutated():
+    assert population.FIXED >= {"opponents", "opponent_interval", "pause_at", "eval_interval", "lora_rank", "seed"}
+
+
 def test_runs_that_evaluate_nothing_are_refused_at_once(script, breeding):
     Path("script.py").write_text(SCRIPT.replace("{reward},{reward}", "{reward},"))
     with pytest.raises(UserError, match="^--metric eval/reward_mean: the runs evaluate nothing"):

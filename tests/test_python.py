@@ -150,6 +150,16 @@ def test_a_timeout_takes_the_main_thread():
     assert errors == ["--reward-timeout takes the main thread: its alarm is a signal"]
 
 
+def test_a_fork_that_is_given_rows_reads_them_from_the_first_on():
+    args = {"num_train_epochs": 4, "train_size": len(ROWS)}
+    train("ippo", pause_at=1, **args)
+    args |= {"fork": "run", "pause_at": 2}
+    _, same = train("ippo", output_dir="same", **args)
+    _, other = train("ippo", rows=ROWS, output_dir="other", **args)
+    assert (same.batches.first, other.batches.first) == (0, 1)
+    assert other.fork["changed"].keys() >= {"task"} and "task" not in same.fork["changed"]
+
+
 @every_script
 def test_a_run_on_rows_goes_on_from_python(script):
     args = {"rows": ROWS, "num_train_epochs": 4}

@@ -193,6 +193,24 @@ def test_a_run_that_fails_in_its_first_update_begins_anew(undisturbed, monkeypat
     assert_same("run", undisturbed("ippo"))
 
 
+def test_lines_that_were_damaged_behind_the_checkpoint_are_cut(undisturbed):
+    train("ippo", pause_at=1)
+    for name in ("metrics.csv", "samples.jsonl"):
+        with open(f"run/{name}", "ab") as file:
+            file.write(bytes(20) + b"\n")
+    train("ippo", resume="run")
+    assert_same("run", undisturbed("ippo"))
+
+
+def test_a_copy_of_a_checkpoint_is_none_to_go_on_from(undisturbed):
+    train("ippo", pause_at=2, **KEPT)
+    shutil.copytree("run/checkpoints/update_000001", "run/checkpoints/update_000001_best")
+    shutil.copytree("run/checkpoints/update_000001", "run/checkpoints/update_000009.bak")
+    assert [path.name for path in checkpoints(Path("run/checkpoints"))] == ["update_000001", "update_000002"]
+    train("ippo", resume="run")
+    assert_same("run", undisturbed("ippo"))
+
+
 # --- What may differ --------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +243,10 @@ def test_a_run_may_go_on_for_longer_and_be_saved_otherwise():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ({"overwrite": True}, "^--resume run keeps what is done, and --overwrite would not: give one of them$"),
+        (
+            {"overwrite": True, "output_dir": "run"},
+            "^--resume run keeps what is done, and --overwrite would not: give one of them$",
+        ),
         ({"output_dir": "other"}, "^--resume run goes on in that folder: leave out --output-dir other$"),
     ],
 )

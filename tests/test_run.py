@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,12 +21,24 @@ from helpers import read_metrics
 from matplotlib.image import imread
 from processes import ROOT, assert_same
 from safetensors.torch import load_file
-from short_runs import SCRIPTS, Faulty, assert_one_line, every_script, return_none, reward_length, small_model, train
+from short_runs import (
+    FLAGS,
+    SCRIPTS,
+    Faulty,
+    assert_one_line,
+    every_script,
+    make_task,
+    return_none,
+    reward_length,
+    small_model,
+    train,
+)
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+import utils.run
 from utils import distributed
 from utils.cli import TaskError, UserError
-from utils.files import lock, read_lines
+from utils.files import WriteError, lock, whole_lines
 from utils.run import failures, folder, log, report
 from utils.same import timeless
 
@@ -52,7 +66,7 @@ def test_the_configuration_is_kept(finished):
 
 
 def test_samples_are_what_was_scored(finished):
-    samples = read_lines(finished.folder / "samples.jsonl")
+    samples = [json.loads(line) for line in whole_lines(finished.folder / "samples.jsonl")]
     assert [sample["update"] for sample in samples] == [1, 1, 2, 2, 3, 3]
     for sample in samples:
         (reward,) = reward_length(*[[text] for text in sample["completions"]], items=[sample["item"]])
@@ -147,6 +161,66 @@ def test_an_earlier_run_is_kept_unless_it_is_to_be_replaced():
 def test_a_run_without_a_folder_is_named_after_script_task_seed_and_time(task, name):
     args = SCRIPTS["ippo"].Args(seed=3, task=task)
     assert re.fullmatch(rf"runs/{name}\d{{8}}-\d{{6}}", str(folder.run_folder(args, "ippo_llm.py")))
+
+
+def test_two_runs_of_the_same_second_have_folders_of_their_own(monkeypatch):
+    monkeypatch.setattr(folder.time, "strftime", lambda _: "now")
+    for name in ("ippo_llm__1__now", "ippo_llm__1__now__2", "ippo_llm__1__now__3"):
+        args = SCRIPTS["ippo"].Args(**FLAGS["ippo"] | {"output_dir": None})
+        _, run = SCRIPTS["ippo"].main(args, make_task(reward_length), *small_model())
+        assert run.folder == Path("runs", name) and len(read_metrics(run.folder)) == len(run.rows)
+    assert len([*Path("runs").iterdir()]) == 3
+
+
+@pytest.mark.parametrize(
+    "flag, path",
+    [("model", ("run/agent_0",)), ("critic_model_name_or_path", ("run/critic",)), ("opponent_run", "run")],
+)
+def test_what_a_run_begins_from_is_not_overwritten(flag, path):
+    train("ippo")
+    Path("run/critic").mkdir()
+    Path("run/mine").mkdir()
+    args = SCRIPTS["ppo"].Args(output_dir="run", overwrite=True, **{flag: path})
+    shown = path if isinstance(path, str) else path[0]
+    message = (
+        f"^--{flag.replace('_', '-')} {shown} is in run, and --overwrite would remove it: give another --output-dir$"
+    )
+    with pytest.raises(UserError, match=message):
+        folder.run_folder(args, "ppo_llm.py")
+    args.__dict__[flag] = ("run/mine",)
+    assert folder.run_folder(args, "ppo_llm.py") == Path("run")
+
+
+def test_a_task_may_change_the_working_directory(tmp_path):
+    def reward(*completions, items):
+        os.chdir(tempfile.mkdtemp(dir=tmp_path))
+        return reward_length(*completions, items=items)
+
+    _, run = train("ippo", reward, save_interval=1)
+    assert Path.cwd() == tmp_path and len(read_metrics("run")) == len(run.rows)
+    assert {path.name for path in Path("run").iterdir()} >= {"agent_0", "checkpoints", "samples.jsonl"}
+
+
+def test_a_signal_as_the_disk_is_full_is_not_an_error_of_the_task(monkeypatch):
+    def refuse():
+        raise WriteError("the disk is full")
+
+    monkeypatch.setattr(utils.run.clock, "phases", ["play"])
+    utils.run.Run.on_signal(SimpleNamespace(save_early=refuse))
+
+
+def test_how_to_go_on_can_be_typed(monkeypatch):
+    run = SimpleNamespace(script="/there/ippo_llm.py", folder=Path("my run"), args=SimpleNamespace(task=None, env=None))
+    run.task = SimpleNamespace(name="the task in ippo_llm.py")
+    monkeypatch.setattr(sys, "argv", ["some where/ippo_llm.py"])
+    go_on = utils.run.Run.how_to_go_on
+    assert go_on(run) == "go on with: python 'some where/ippo_llm.py' --resume 'my run'"
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    monkeypatch.setattr(distributed, "world_size", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert go_on(run) == "go on with: torchrun --nproc-per-node 4 ippo_llm.py --resume 'my run'"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert go_on(run) == "go on with: torchrun --nnodes 2 --nproc-per-node 2 ippo_llm.py --resume 'my run'"
 
 
 def test_the_commit_is_marked_where_code_differs(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from pydantic import PositiveInt
 from tqdm import tqdm
 
 from utils.cli import Stopped, UserError, command_line, flags, one_line
-from utils.files import read_json, write_whole, writing
+from utils.files import can_go_on, read_json, write_whole, writing
 from utils.same import timeless
 
 LONGEST_NAME = 200  # bytes of a folder's name, of which file systems take 255
@@ -218,8 +218,9 @@ def start(job, output_dir, threads):
     """Begin a run, or go on with it where some of it is there."""
     folder = output_dir / job.name
     begun = (folder / "config.json").is_file()
-    where = ["--resume", str(folder)] if begun and job.resumable else ["--output-dir", str(folder)]
-    argv = [*with_python(job.argv, job.python), *where, *(["--overwrite"] if begun and not job.resumable else [])]
+    goes_on = begun and job.resumable and can_go_on(folder)
+    where = ["--resume", str(folder)] if goes_on else ["--output-dir", str(folder)]
+    argv = [*with_python(job.argv, job.python), *where, *(["--overwrite"] if begun and not goes_on else [])]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if len(gpus) > 1:

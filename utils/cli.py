@@ -399,10 +399,19 @@ def find_run(name, script, flag="--resume"):
         runs = [path.parent for path in Path("runs").glob(f"{script}__*/config.json")]
         if not runs:
             raise UserError(f"{flag} latest: there is no run of {script}.py under runs/")
-        return max(runs, key=lambda run: max(path.stat().st_mtime for path in (run, *run.glob("*.*"))))
+        return max(runs, key=last_change)
     if not os.path.isfile(Path(name) / "config.json"):  # False too for what can be no name
         raise UserError(f"{flag} takes a run's folder, or latest, and {name} has no config.json")
     return Path(name)
+
+
+def last_change(run):
+    """When a run's folder or a file in it was last written, in seconds."""
+    times = [0.0]
+    for path in (run, *run.glob("*.*")):
+        with contextlib.suppress(OSError):  # it has just been renamed
+            times.append(path.lstat().st_mtime)
+    return max(times)
 
 
 def flags_of(folder, Args, what="--resume"):

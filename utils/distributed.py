@@ -4,6 +4,7 @@ import atexit
 import builtins
 import contextlib
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from utils.cli import UserError, check_needs, one_line, printable
+from utils.files import can_go_on
 
 # Under which names MPI's launchers announce a process: its rank, and the number of processes; both on this machine
 MPI = [
@@ -132,8 +134,17 @@ def check_restarts(args):
         )
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if again and args.output_dir and os.path.exists(os.path.join(args.output_dir, "config.json")):
-        args.resume = args.output_dir
-        args.overwrite = False
+        args.overwrite = not can_go_on(Path(args.output_dir))  # it was killed before there was a checkpoint
+        args.resume = None if args.overwrite else args.output_dir
+
+
+def launcher():
+    """The words that start a script as this process was started: python, or torchrun with as many processes."""
+    if world_size() == 1:
+        return ["python"]
+    own = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    nodes = world_size() // own
+    return ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc-per-node", str(own)]
 
 
 def seconds_to_stop():

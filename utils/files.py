@@ -78,9 +78,16 @@ def in_columns(row, columns):
     return ["" if row.get(key) is None else f"{row[key]:.9g}" for key in columns]
 
 
-def read_rows(path):
-    """The whole rows of a metrics.csv: numbers by name, None where there is none."""
-    columns, *rows = [*csv.reader(whole_lines(path))] or [[]]
+def read_rows(path, most=None):
+    """The whole rows of a metrics.csv, or the first `most`: numbers by name, None where there is none.
+
+    Raises ValueError.
+    """
+    lines = whole_lines(path)
+    try:
+        columns, *rows = [*csv.reader(lines if most is None else lines[: most + 1])] or [[]]
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
     return [{key: float(x) if x else None for key, x in zip(columns, row, strict=True)} for row in rows]
 
 
@@ -97,11 +104,6 @@ def with_json_keys(value):
     if isinstance(value, list | tuple):
         return [with_json_keys(own) for own in value]
     return value
-
-
-def read_lines(path):
-    """The whole lines of a file, each a JSON value."""
-    return [json.loads(line) for line in whole_lines(path)]
 
 
 def whole_lines(path):
@@ -165,10 +167,15 @@ STATE = "state.json"  # of a checkpoint
 
 def checkpoints(folder):
     """The folders of checkpoints, oldest first, whole or not."""
-    found = [path for path in folder.glob("update_*") if path.is_dir() and path.suffix == ""]
+    found = [path for path in folder.glob("update_*") if re.fullmatch(r"update_\d{6,}", path.name) and path.is_dir()]
     return sorted(found, key=order)
 
 
 def order(path):
     """What checkpoints are sorted by: their updates, of which there may be more than the six digits hold."""
     return len(path.name), path.name
+
+
+def can_go_on(folder):
+    """Whether --resume has something to go on with in a run's folder; else nothing is lost by beginning anew."""
+    return bool(checkpoints(folder / "checkpoints") or [*folder.glob("agent_[0-9]*")])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from utils.cli import UserError
 from utils.distributed import say
-from utils.files import checkpoints
+from utils.run.checkpoint import MANIFEST, digest, newest_whole
 from utils.run.metrics import earned_by_seats, seat_metrics
 
 
@@ -81,17 +81,18 @@ class RunOpponents(Opponents):
         game, own_game = (f"--env {each.env} --num-agents {each.num_agents}" for each in (side.args, args))
         if game != own_game:
             raise UserError(f"--opponent-run {args.opponent_run} is a run of {game}, and this is one of {own_game}")
-        self.checkpoint = checkpoints(Path(args.opponent_run) / "checkpoints")[-1].name
+        checkpoint, _ = newest_whole(Path(args.opponent_run) / "checkpoints", tell=lambda _: None)
+        self.met = {"run": args.opponent_run, "checkpoint": checkpoint.name, **digest(checkpoint / MANIFEST)}
         self.players = side.seats
         for player in dict.fromkeys(self.players):  # they sample as many tokens as the learner does
             player.longest_prompt += side.args.max_new_tokens - args.max_new_tokens
 
     def seats(self, update):
-        met = self.agent.state.get("opponent_checkpoint", self.checkpoint)
-        if met != self.checkpoint:
-            run = self.args.opponent_run
-            say(f"--opponent-run {run} has learned since, from {met} to {self.checkpoint}: it plays otherwise now")
-        self.agent.state["opponent_checkpoint"] = self.checkpoint
+        met = self.agent.state.get("opponent", self.met)
+        if met["run"] == self.met["run"] and met != self.met:  # a fork may take another run
+            since = f"has learned since, from {met['checkpoint']} to {self.met['checkpoint']}"
+            say(f"--opponent-run {met['run']} {since}: it plays otherwise now")
+        self.agent.state["opponent"] = self.met
         return self.with_agent([*self.players], update)
 
 

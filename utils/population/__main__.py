@@ -37,13 +37,14 @@ from utils.cli import (
 )
 from utils.files import read_json, read_rows
 from utils.population.folder import Population
+from utils.run.folder import OF_FOLDER, OF_MACHINE
+from utils.run.fork import OF_AGENTS, OF_LENGTH
 from utils.run.report import EVAL_REWARD
 
 OWN = ("--fork", "--pause-at")  # flags that a run gets from here, beside those of utils.benchmark
-# Numbers that a fork may not change, or that change how long a run is, how it is kept or what its fitness is a mean of
-FIXED = """seed train_size eval_size max_prompt_length num_agents lora_rank lora_alpha lora_dropout
-value_head_hidden_dim critic_value_head_hidden_dim rollout_buffer_size num_generations num_train_epochs max_episodes
-save_interval keep_checkpoints""".split()
+# Flags that a fork may not change, or that change how long a run is, how it is kept or what its fitness is a mean of
+FIXED = {*OF_AGENTS, *OF_LENGTH, *OF_FOLDER, *OF_MACHINE, "num_train_epochs", "max_episodes"}
+FIXED |= {*"seed train_size eval_size eval_interval max_prompt_length".split()}
 
 
 @flags

@@ -22,7 +22,7 @@ from ray.tune.schedulers import PopulationBasedTraining
 
 from utils.benchmark import Failed, last_line, with_python
 from utils.cli import UserError, flag_name, one_line
-from utils.files import read_json
+from utils.files import can_go_on, read_json
 
 FACTORS = (0.8, 1.2)  # by which a value is multiplied
 LOST = -math.inf  # the score of a member whose run failed: behind all others
@@ -109,8 +109,8 @@ def run_script(plan, folder, fork, values, end):
         return None
     where = ["--output-dir", str(folder)]
     if (folder / "config.json").is_file():
-        where = ["--resume", str(folder)]
-    elif fork:
+        where = ["--resume", str(folder)] if can_go_on(folder) else [*where, "--overwrite"]
+    if fork and where[0] != "--resume":
         where += ["--fork", str(fork)]
     own = [word for name, value in values.items() for word in (flag_name(name), repr(value))]
     argv = [*with_python(plan["words"], plan["python"]), *own, "--pause-at", str(end), *where]

@@ -3,9 +3,9 @@
 import contextlib
 import json
 import math
+import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from utils.benchmark import Failed
 from utils.cli import Stopped, UserError, flag_name, one_line
 from utils.files import lock, read_json, write_whole, writing
 from utils.run.report import COLORS
+from utils.run.signals import silence_unread
 
 
 class Population:
@@ -179,7 +180,9 @@ class Population:
     def on_signal(self, number, _):
         if not self.signals:
             (self.folder / "stop").touch()
-            print(f"\n{signal.Signals(number).name}: the members under way save, and end", file=sys.stderr, flush=True)
+            silence_unread(number)
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{signal.Signals(number).name}: the members under way save, and end\n".encode())
         elif time.monotonic() - self.signals[0][0] > 1:  # sooner it is no second one
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -2,10 +2,13 @@
 
 import contextlib
 import copy
+import itertools
 import math
 import os
+import shlex
 import shutil
 import signal
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -68,6 +71,7 @@ class Run:
         self.batches = batches
         self.task = task
         self.folder = distributed.decide(lambda: run_folder(args, script))
+        self.cwd = os.getcwd()
         self.fork = distributed.decide(self.read_fork)
         batches.begin_at(first_of(self.fork))
         self.num_updates = len(batches)
@@ -101,7 +105,7 @@ class Run:
             return read_json(self.folder / "config.json").get("fork")
         if not self.args.fork:
             return None
-        return fork_of(self.args, Path(self.script).stem, self.folder, OF_FOLDER)
+        return fork_of(self.args, Path(self.script).stem, self.folder, OF_FOLDER, self.task.name)
 
     # --- The beginning ---
 
@@ -129,7 +133,7 @@ class Run:
         if self.args.load_checkpoint:
             load_stage(self.agents, self.args)
         warn_of_learning_rate(self.agents, self.args)
-        distributed.decide(self.take_folder)
+        self.folder = self.log_files.folder = distributed.decide(self.take_folder)
         if self.args.resume or self.fork:
             self.restore()
         for agent in self.agents:
@@ -150,12 +154,26 @@ class Run:
         self.states = copy.deepcopy([getattr(agent, "state", None) for agent in self.agents])
 
     def take_folder(self):
-        """Make the folder, and keep other runs out of it; a fork is given its checkpoint. Raises UserError."""
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        """Make the folder, which is returned, and keep other runs out of it; a fork is given its checkpoint.
+
+        A folder that the user has not named is a new one: another run may have begun in the same second. Raises
+        UserError.
+        """
+        is_named = self.args.output_dir or self.args.resume
+        first = self.folder
+        with writing(first):
+            for k in itertools.count(2):
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=bool(is_named))
+                    break
+                except FileExistsError:
+                    if is_named:
+                        raise
+                    self.folder = first.with_name(f"{first.name}__{k}")
             self.lock = lock(self.folder)
             if self.fork and not (self.args.resume and checkpoints(self.folder / "checkpoints")):
                 self.begin_fork()
+        return self.folder
 
     def begin_fork(self):
         """Give the folder the checkpoint of a fork; what is there is removed once that is here. Raises UserError."""
@@ -253,6 +271,7 @@ class Run:
         TaskError where the task's metrics have names that are taken, Stopped after a signal, WriteError where the disk
         does not take it.
         """
+        os.chdir(self.cwd)  # a task may have left it
         scores = self.scores() if eval_reward is not None else {}
         seconds = self.lap()
         with clock.timed("log, save"):
@@ -360,7 +379,8 @@ class Run:
 
     def on_signal(self):
         if "play" in clock.phases or "evaluate" in clock.phases:  # no weights are half changed
-            self.save_early()
+            with contextlib.suppress(WriteError):  # else the task's code would meet it; `log` saves again
+                self.save_early()
 
     def before_optimizer_step(self, *_):
         if not self.is_learning:
@@ -377,7 +397,8 @@ class Run:
         if not distributed.is_main() or self.saved_step == self.step or self.args.shard:
             return
         if not self.is_learning:
-            return self.write_checkpoint()
+            with contextlib.chdir(self.cwd):
+                return self.write_checkpoint()
         with at_rest():
             self.kept.exchange()
             try:
@@ -390,6 +411,7 @@ class Run:
     def leave(self, error):
         """Save, and show what the run leaves; `error` is what ended it, or None."""
         phases = clock.failed
+        os.chdir(self.cwd)
         if self.bar is not None:
             self.bar.close()
         if self.is_learning:  # a run that goes on learns from this update as a whole
@@ -446,5 +468,8 @@ class Run:
         script = Path(self.script).name
         own = [f"the task in {script}", f"the environment in {script}"]
         if self.task.name in (*own, f"--task {self.args.task}", f"--env {self.args.env}"):
-            return f"go on with: python {script} --resume {self.folder}"
-        return f"go on from Python with {self.task.name}: main(Args(..., resume='{self.folder}'), ...)"
+            if Path(sys.argv[0]).name == script:
+                script = sys.argv[0]  # as it was called
+            words = [*distributed.launcher(), script, "--resume", str(self.folder)]
+            return f"go on with: {shlex.join(words)}"
+        return f"go on from Python with {self.task.name}: main(Args(..., resume={str(self.folder)!r}), ...)"

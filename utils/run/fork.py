@@ -18,8 +18,8 @@ OF_REWARDS = [*OF_DATA, "reward_normalization"]  # where these differ, what agen
 OF_LENGTH = ["rollout_buffer_size", "num_generations"]  # what an update is: those of the run are counted on
 
 
-def fork_of(args, script, folder, free):
-    """What config.json says of a run that is forked into `folder`: from where, and what is changed.
+def fork_of(args, script, folder, free, task):
+    """What config.json says of a run that is forked into `folder`: from where, and what is changed. `task` is its name.
 
     {"run", "checkpoint", "step": its updates, "changed": {flag: [there, here]}, "first": first_of it}. `free` are the
     flags that may differ unsaid. Raises UserError where a flag of the agents or of an update's length differs,
@@ -39,9 +39,13 @@ def fork_of(args, script, folder, free):
     if fixed:
         raise UserError(f"--fork {args.fork} goes on with what that run has, and these differ: {'; '.join(fixed)}")
     path, step = find_checkpoint(args.fork, run)
-    fork = {"run": str(run), "checkpoint": path.name, "step": step, "changed": changed}
+    config = read_json(run / "config.json")
     has_own_data = changed.keys() & OF_DATA
-    return fork | {"first": step if has_own_data else first_of(read_json(run / "config.json").get("fork"))}
+    if not has_own_data and config.get("task", task) != task:  # of Python's objects, which flags do not name
+        changed["task"] = [config["task"], task]
+        has_own_data = True
+    fork = {"run": str(run), "checkpoint": path.name, "step": step, "changed": changed}
+    return fork | {"first": step if has_own_data else first_of(config.get("fork"))}
 
 
 def first_of(fork):

@@ -3,12 +3,13 @@
 import csv
 import io
 import itertools
+import json
 import time
 
 import torch
 
 from utils.cli import UserError, one_line
-from utils.files import in_columns, json_line, read_lines, read_rows, write_whole
+from utils.files import in_columns, json_line, read_rows, whole_lines, write_whole
 from utils.models import episode_rewards
 from utils.run.report import draw_curves
 from utils.run.tracking import Tracker
@@ -34,8 +35,8 @@ class Log:
     def read(self, step):
         """Take up what is written of the first `step` updates. Raises UserError."""
         try:
-            self.rows = read_rows(self.folder / "metrics.csv")[:step]
-            samples = [each for each in read_lines(self.folder / "samples.jsonl") if each["update"] <= step]
+            self.rows = read_rows(self.folder / "metrics.csv", step)
+            samples = read_samples(self.folder / "samples.jsonl", step)
         except (ValueError, KeyError, TypeError) as error:
             where = f"metrics.csv or samples.jsonl in {self.folder} has a line that can't be read"
             raise UserError(f"{where}: {one_line(error)}") from error
@@ -74,6 +75,23 @@ class Log:
         draw_curves(self.rows, self.folder / "curves.png", self.folder.name, self.optimum)
         self.drawn_at = time.time()
         self.drawing_seconds = self.drawn_at - start
+
+
+def read_samples(path, step):
+    """The samples of the first `step` updates. Lines behind them may be damaged, as where power was lost."""
+    samples, error = [], None
+    for line in whole_lines(path):
+        try:
+            sample = json.loads(line)
+            is_older = sample["update"] <= step
+        except (ValueError, KeyError, TypeError) as damage:
+            error = damage
+            continue
+        if is_older and error:
+            raise error
+        if is_older:
+            samples.append(sample)
+    return samples
 
 
 def joint_samples(items, agents, rollouts, several_turns, **numbers):

@@ -1,6 +1,8 @@
 """SIGTERM, SIGINT and SIGHUP end a run after the update under way."""
 
+import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -35,14 +37,35 @@ class Signals:
             self.number = number
             self.time = time.monotonic()
             if number == signal.SIGHUP:  # nobody reads there any more, and writing there is an error
-                for stream in self.terminals:
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+                silence(self.terminals)
+            silence_unread(number)
             if distributed.is_main():
-                os.write(2, f"\n{signal.Signals(number).name}: {what_follows()}\n".encode())
+                with contextlib.suppress(OSError):
+                    os.write(2, f"\n{signal.Signals(number).name}: {what_follows()}\n".encode())
             self.on_first()
         elif time.monotonic() - self.time > 1:  # sooner it is no second one: `timeout` sends its own twice
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def silence_unread(number):
+    """Silence the standard streams that nobody reads any more, as to write there is an error; `number` is the signal.
+
+    Ctrl-C in `... | tee log` ends the reader too, maybe a moment later.
+    """
+    unread = select.poll()
+    for stream in (1, 2):
+        unread.register(stream, 0)  # what is always told is: no reader (POLLERR), hung up (POLLHUP)
+    events = unread.poll(100 if number == signal.SIGINT else 0)
+    silence([stream for stream, event in events if event & (select.POLLERR | select.POLLHUP)])
+
+
+def silence(streams):
+    """Have what is written to streams, by their numbers, go nowhere."""
+    for stream in streams:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream)
+        os.close(nowhere)
 
 
 def what_follows():
