@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from helpers import build_model
@@ -116,6 +117,11 @@ def fail(*_, **__):
     raise ValueError("what happened")
 
 
+def fail_late(*_):
+    yield 1.0
+    raise ValueError("what happened")
+
+
 TASKS = {
     "raises": ({"reward_func": fail}, "raised ValueError: what happened"),
     "too few": ({"reward_func": lambda *texts: [1.0]}, "returned 1 values for 4 items"),
@@ -151,8 +157,23 @@ TASKS = {
     "no prompt": ({"formatters": lambda item: 5}, "formatter of agent 0"),
     "formatters": ({"formatters": [len]}, "has 1 formatters for 2 agents"),
     "no function": ({"reward_func": 5}, "reward_func is not a function but 5"),
-    "transition": ({"external_transition": lambda item: ["a"]}, "it takes a list of 2 prompts, or None"),
+    "transition": (
+        {"external_transition": lambda item: ["a"]},
+        "for item {'prompt': .*; it takes a list of 2 prom",
+    ),
     "metrics": ({"metrics_callback": fail}, "^metrics_callback raised ValueError: what happened"),
+    "no metrics": ({"metrics_callback": lambda rollouts: None}, "returned None; it takes a dict of numbers$"),
+    "a metric": (
+        {"metrics_callback": lambda rollouts: {"a": "b"}},
+        "returned 'b' as a; it takes a number up to 1e",
+    ),
+    "infinite": (
+        {"metrics_callback": lambda rollouts: {"a": 1e40}},
+        r"returned 1e\+40 as a; it takes a number up ",
+    ),
+    "generator": ({"reward_func": fail_late}, "^fail_late raised ValueError: what happened .* on item 0, {'prompt': "),
+    "endless": ({"reward_func": lambda *texts: itertools.count()}, "returned 5 values for 4 items; it takes one for e"),
+    "of one": ({"reward_func": lambda *texts: [[1.0] * 4, [1.0]]}, "returned 1 values of agent 1 for 4 items"),
     "a name of ours": ({"metrics_callback": lambda rollouts: {"kl": 1}}, "returned kl, which a run has of its own"),
     "data": ({"train_dataset": fail}, "train_dataset of .* failed: ValueError: what happened"),
     "slow": ({"reward_func": lambda *texts: __import__("time").sleep(9)}, "no answer within --reward-timeout"),
@@ -243,6 +264,11 @@ PLAYERS = {
     "an episode": ({"observations": [{4: "a"}, {}]}, "returned observations of 4; it takes one of 4 episodes, from 0"),
     "a reward of none": ({"rewards": [{"a": 1.0}, {}]}, "returned rewards of 'a'; it takes one of 4 episodes, from 0"),
     "a text": ({"rewards": [{0: "a"}, {}]}, "returned the reward 'a' of agent 0 in episode 0; it takes a number"),
+    "flags": ({"truncated": [False] * 4}, r"truncated, .*, is \[False, .*; it takes a set of episodes"),
+    "flags by name": ({"truncated": {0: False}}, r"truncated, .*, is {0: False}; it takes a set of episodes"),
+    "flags of numpy": ({"truncated": numpy.zeros(4, bool)}, "truncated, .*, is .*; it takes a set of episodes"),
+    "a tuple": ({"reset": ([{0: "a"}, {}], {})}, "it takes a dict for each of 2 agents$"),
+    "three": ({"reset": [{0: "a"}, {}, {}]}, "it takes a dict for each of 2 agents: give --num-agents 3$"),
     "cut": ({"truncated": {9}}, "returned truncated of 9; it takes one of 4 episodes, from 0"),
 }
 
@@ -274,7 +300,8 @@ def test_an_environment_of_a_task_takes_rows_and_is_not_made_for_none(tmp_path, 
 @pytest.mark.parametrize(
     "failed, message",
     [
-        ([False] * 4, "is of booleans; it takes a set"),
+        ([False] * 4, r"is \[False, False, False, False\]; it takes a set of episodes"),
+        (numpy.zeros(4, bool), "it takes a set of episodes"),
         ({9}, "returned failed of 9; it takes one of 4"),
         (None, "failed"),
     ],

@@ -101,6 +101,39 @@ def test_a_row_of_csv_with_more_fields_than_the_header_is_refused(tmp_path):
         rows_of(write(tmp_path / "rows.csv", "prompt,answer\na,1,\n"))
 
 
+def test_a_row_of_csv_with_fewer_fields_than_the_header_is_refused(tmp_path):
+    with pytest.raises(UserError, match="line 4 has 1 of 2 fields$"):
+        rows_of(write(tmp_path / "rows.csv", "prompt,answer\na,1\n\nb\nc,3\n"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_json_that_is_not_utf_8_is_one_line(tmp_path, suffix, capfd):
+    text = '{"prompt": "a"}\n{"prompt": "f\xfcr"}\n'.encode("latin-1")
+    name = tmp_path / f"rows{suffix}"
+    name.write_bytes(gzip.compress(text) if suffix.endswith("gz") else text)
+    with pytest.raises(
+        UserError, match=f"--dataset {name} can't be loaded: ValueError: line 2 is not UTF-8: invalid st"
+    ):
+        rows_of(name)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_broken_file_is_said_once(tmp_path, capfd):
+    with pytest.raises(UserError):
+        rows_of(write(tmp_path / "rows.jsonl", '{"prompt": "a"}\n{"prompt" "b"}\n'))
+    assert "Failed" not in capfd.readouterr().err
+
+
+def test_the_working_folder_and_a_saved_dataset_are_data(tmp_path, monkeypatch):
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    assert [*rows_of(tmp_path / "saved")] == rows
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data/train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path / "data")
+    assert [*rows_of(".")] == rows
+
+
 def test_a_column_without_a_value_and_quotes_in_csv(tmp_path):
     name = write(tmp_path / "rows.csv", 'prompt,answer\n"a ""b"", c",\n"two\nlines",3\n')
     assert rows_of(name) == [{"prompt": 'a "b", c', "answer": ""}, {"prompt": "two\nlines", "answer": "3"}]
@@ -312,6 +345,13 @@ def test_names_of_metrics_are_one_line():
     flags = {"train_size": 12, "resume": "run", "output_dir": None, "overwrite": False}
     _, run = train(given=given, train_dataset=[{"prompt": "a"}] * 12, **flags)
     assert run.step == 3 and [run.rows[0][name] for name in ("b c", "3")] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["output_dir", "task", "env", "dataset", "resume", "fork", "model"])
+def test_a_path_of_nothing_is_one_line(name):
+    with pytest.raises(UserError) as error:
+        SCRIPTS["ippo"].Args(**{name: ("",) if name == "model" else ""})
+    assert str(error.value) == f"--{name.replace('_', '-')}: Input should be a text that is not empty"
 
 
 @pytest.mark.parametrize("value", ["a\0b", "a\ud800b", "caf\udce9"])

@@ -130,7 +130,7 @@ def test_what_can_not_play_is_a_line(runs, tmp_path):
 
     assert "it takes the folders of runs" in refused()
     assert "a run's folder is needed" in refused(tmp_path)
-    assert "is given twice" in refused(runs[0], runs[0])
+    assert "is given twice" in refused(runs[0], f"{runs[0]}/")
     there = f"{runs[0]} of --env open_spiel:kuhn_poker --num-agents 2"
     assert refused(runs[0], other, env="open_spiel:leduc_poker").endswith(f"leduc_poker --num-agents 2, and {there}")
     assert "is no run of a game of several seats by name" in refused(other, env="guess")

@@ -143,6 +143,13 @@ def run(*words):
     return subprocess.run(argv, capture_output=True, text=True, cwd=HERE, env=environment)
 
 
+@pytest.mark.parametrize("flag", ["--json", "--picture"])
+def test_a_file_to_write_is_looked_at_before_anything_is_played(flag, tmp_path):
+    process = run("--command", "python ippo_llm.py", flag, tmp_path)
+    line = f"probe.py: error: {flag} takes a file to write, and {tmp_path} is a folder"
+    assert (process.returncode, process.stderr.splitlines()[-1]) == (2, line)
+
+
 @pytest.mark.parametrize(
     "script", ["ippo_llm", *(pytest.param(script, marks=pytest.mark.slow) for script in ("iac_llm", "ppo_llm"))]
 )

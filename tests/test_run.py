@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,6 +82,22 @@ def test_metrics_are_of_each_update(finished):
     assert [float(row["reward_mean"]) for row in rows] == pytest.approx(
         [row["reward_mean"] for row in finished.run.rows]
     )
+
+
+def test_runs_that_are_compared_are_runs(finished, tmp_path):
+    def ask(*words):
+        done = subprocess.run([sys.executable, "-m", "utils.same", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    folder = str(finished.folder.resolve())
+    assert ask(folder, folder)[0] == 0 and ask("--help")[0] == 0
+    assert ask(folder) == (2, "usage: python -m utils.same RUN RUN: two folders of runs\n")
+    assert ask(folder, str(tmp_path)) == (
+        2, f"same.py: error: {tmp_path} is no run's folder: it has no metrics.csv\n"
+    )  # fmt: skip
+    shutil.copytree(folder, tmp_path / "other")
+    (tmp_path / "other/samples.jsonl").unlink()
+    assert ask(folder, str(tmp_path / "other"))[0] == 1
 
 
 def test_curves_are_drawn(finished):

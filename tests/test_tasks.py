@@ -1,6 +1,7 @@
 """Tasks and games as TeamEnv plays them: what is read, what is earned, in which order players move."""
 
 import math
+import operator
 import random
 import time
 from pathlib import Path
@@ -59,6 +60,40 @@ def test_a_reward_is_processed_and_a_task_gets_what_it_names():
         "turn": 0,
         "num_turns": 3,
     }
+
+
+def test_a_reward_func_may_be_a_generator_and_a_formatter_need_not_tell_its_arguments():
+    def reward_func(first, second):
+        yield from (len(text) / 2 for text in first)
+
+    task = SimpleNamespace(formatters=operator.itemgetter("prompt"), reward_func=reward_func, train_dataset=list)
+    env = make_env({}, [{"prompt": "p"}, {"prompt": "q"}], task=task)
+    assert env.reset() == [{0: "p", 1: "q"}] * 2
+    _, rewards, _ = env.step([{0: "a", 1: "bb"}, {0: "", 1: ""}])
+    assert rewards == [{0: 0.5, 1: 1.0}] * 2
+    task.reward_func = lambda first, second: map(len, second)
+    env = make_env({}, [{"prompt": "p"}], task=task)
+    env.reset()
+    assert env.step([{0: ""}, {0: "abc"}])[1] == [{0: 3.0}] * 2
+
+
+def test_a_task_may_go_on_with_the_prompts_that_it_is_shown():
+    first = [{"role": "user", "content": "Write."}]
+    more = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "On."}]
+
+    def external_transition(prompt_history_per_agent):
+        chats = [own[-1] for own in prompt_history_per_agent]
+        for chat in chats:
+            chat += more
+        return chats
+
+    task = SimpleNamespace(formatters=lambda item: item["chat"], reward_func=lambda *texts: [0.0], train_dataset=list)
+    task.external_transition = external_transition
+    item = {"chat": first}
+    env = make_env({"num_turns": 2}, [item], task=task)
+    env.reset()
+    observations, _, _ = env.step([{0: "a"}, {0: "a"}])
+    assert observations == [{0: more[1:]}] * 2 and item["chat"] == [{"role": "user", "content": "Write."}]
 
 
 def test_a_game_ends_is_truncated_and_reads_its_last_observation():

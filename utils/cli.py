@@ -156,9 +156,15 @@ def check_sizes(args):
 
 
 def check_texts(args):
-    """Raise UserError for a text that can be no file's name: with half a character (as bytes give), or a null one."""
+    """Raise UserError for a text that can be no file's name: with half a character (as bytes give), or a null one.
+
+    And for none at all, as of a variable of the shell that is not set, but where that is the default.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
     for name, value in vars(args).items():
         for text in value if isinstance(value, tuple) else [value]:
+            if text == "" and defaults.get(name) != "":
+                raise UserError(f"{flag_name(name)}: Input should be a text that is not empty")
             if isinstance(text, str):
                 if "\0" in text or text != text.encode(errors="replace").decode():
                     raise UserError(refusal(name, "Input should be a text that files can be named by", ascii(text)))

@@ -71,7 +71,10 @@ def load_sides(runs, script=None):
     counts = Counter(Path(os.path.realpath(run)).name for run in runs)
     sides = []
     first = None
-    for run in runs:
+    places = [os.path.realpath(run) for run in runs]
+    for k, run in enumerate(runs):
+        if places[k] in places[:k]:
+            raise UserError(f"{run} is given twice")
         config = read_config(run)
         env, num_agents = (config["args"].get(name) for name in ("env", "num_agents"))
         if not envs.of_library(env):
@@ -84,8 +87,6 @@ def load_sides(runs, script=None):
         agents, args = load(run, module := import_script(run, config, script))
         name = Path(os.path.realpath(run)).name
         name = one_line(run if counts[name] > 1 or name == RANDOM else name, 80)
-        if name in [side.name for side in sides]:
-            raise UserError(f"{run} is given twice")
         sides.append(Side(name, seats_of(agents, num_agents), args, module))
     return sides
 

@@ -273,6 +273,9 @@ def main(args):
     """Play the probes, and print, write and draw what came of them. Exits with code 1 where a run failed."""
     words, _ = benchmark.words_of(args.command, ("--task", "--env", "--model", "--num-agents", "--max-episodes"))
     benchmark.check_seeds(args.seeds)
+    for flag, name in (("--json", args.json), ("--picture", args.picture)):
+        if name and Path(name).is_dir():
+            raise UserError(f"{flag} takes a file to write, and {name} is a folder")
     probes = probes_of(args, benchmark.known_flags(words, ("--task",)))
     started = time.time()
     with contextlib.ExitStack() as stack:

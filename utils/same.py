@@ -2,7 +2,7 @@
 
     python -m utils.same RUN RUN
 
-Prints a line for each file, and ends with exit code 1 where one differs or is missing.
+Prints a line for each file, and ends with exit code 1 where one differs or is missing, 2 where a folder has no run.
 """
 
 import csv
@@ -37,9 +37,18 @@ def compare(one, other):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or not all(Path(run).is_dir() for run in sys.argv[1:]):
-        sys.exit("usage: python -m utils.same RUN RUN: two folders of runs")
-    found = compare(*sys.argv[1:])
+    runs = sys.argv[1:]
+    if {"-h", "--help"} & {*runs}:
+        print(__doc__)
+        sys.exit()
+    if len(runs) != 2:
+        print("usage: python -m utils.same RUN RUN: two folders of runs", file=sys.stderr)
+        sys.exit(2)
+    for run in runs:
+        if not Path(run, "metrics.csv").is_file():
+            print(f"same.py: error: {run} is no run's folder: it has no metrics.csv", file=sys.stderr)
+            sys.exit(2)
+    found = compare(*runs)
     for name, same in found.items():
         print(f"{'the same' if same else 'DIFFERENT'}  {name}")
     sys.exit(not all(found.values()))

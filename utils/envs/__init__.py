@@ -27,9 +27,11 @@ import functools
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 from tqdm import tqdm
 
 from utils import distributed
@@ -279,8 +281,7 @@ def guarded(TeamEnv, label):
         def failed(self):
             with self.guard("failed"):
                 failed = [*getattr(self.env, "failed", ())]
-            if any(isinstance(b, bool) for b in failed):
-                raise TaskError(f"failed of {label} is of booleans; it takes a set of episodes")
+            check_no_flags(failed, f"failed of {label}")
             self.check_episodes(failed, "failed", "failed")
             return failed
 
@@ -299,6 +300,9 @@ def guarded(TeamEnv, label):
                 result = self.env.step(actions)
             names = ("observations", "rewards", "truncated")
             observations, rewards, truncated = check_length(result, f"step of {label}", names)
+            with self.guard("step"):
+                truncated = truncated if isinstance(truncated, Mapping) else [*truncated]
+            check_no_flags(truncated, f"truncated, which step of {label} returned,")
             with self.guard("step"):
                 truncated = set(truncated)
             self.check_episodes(truncated, "step", "truncated")
@@ -331,7 +335,8 @@ def guarded(TeamEnv, label):
             right = isinstance(dicts, (list, tuple)) and len(dicts) == self.num_agents
             if not right or not all(isinstance(own, dict) for own in dicts):
                 got = f"{method} of {label} returned {what} {one_line(repr(dicts), 80)}"
-                wanted = f": give --num-agents {len(dicts)}" if isinstance(dicts, (list, tuple)) else ""
+                is_of_others = isinstance(dicts, (list, tuple)) and all(isinstance(own, dict) for own in dicts)
+                wanted = f": give --num-agents {len(dicts)}" if is_of_others else ""
                 raise TaskError(f"{got}; it takes a dict for each of {self.num_agents} agents{wanted}")
             for own in dicts:
                 self.check_episodes(own, method, what)
@@ -354,6 +359,12 @@ def guarded(TeamEnv, label):
                 raise TaskError(f"{method} of {label} raised {describe(error, 300)}") from error
 
     return GuardedEnv
+
+
+def check_no_flags(episodes, what):
+    """Raise TaskError where each episode has a boolean, as in other libraries, in place of a set of some."""
+    if isinstance(episodes, Mapping) or any(isinstance(b, bool | numpy.bool_) for b in episodes):
+        raise TaskError(f"{what} is {one_line(repr(episodes), 80)}; it takes a set of episodes")
 
 
 # --- What a game returns ----------------------------------------------------------------------------------------------

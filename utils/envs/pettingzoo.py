@@ -40,8 +40,10 @@ def make_game(name, label):
         if error.name == f"pettingzoo.classic.{module_name}":
             raise UserError(f"{label}: PettingZoo has no classic game of that name, such as tictactoe_v3") from error
         raise UserError(f"{label} takes a package that is not there, {error.name}: pip install {PIN}") from error
-    except Exception as error:  # a name without its version, or with an old one
+    except Exception as error:  # a name with an old version
         raise UserError(f"{label}: {describe(error)}") from error
+    if not hasattr(module, "env"):  # a name without its version
+        raise UserError(f"{label}: PettingZoo has no classic game of that name, such as tictactoe_v3")
     game = PettingZoo(module, parameters)
     try:
         game.begin(0).answers()

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Mapping, Set
 from statistics import median
 
@@ -12,6 +13,7 @@ from utils.cli import TaskError, describe, one_line
 from utils.clock import clock
 
 LARGEST = 1e12  # reward
+LARGEST_METRIC = 1e30  # as is read again to be drawn
 A_NUMBER = f"a number up to {LARGEST:g}"
 
 
@@ -26,11 +28,19 @@ def blame(what, item):
 
 def call(function, *arguments, **optional):
     """function(*arguments), with those of the optional arguments that it names; all of them if it takes **any."""
-    parameters = inspect.signature(function).parameters.values()
+    parameters = parameters_of(function)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = {parameter.name for parameter in parameters}
         optional = {name: value for name, value in optional.items() if name in names}
     return function(*arguments, **optional)
+
+
+def parameters_of(function):
+    """The parameters of a function; of one that does not tell them, none."""
+    try:
+        return [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return []
 
 
 @contextlib.contextmanager
@@ -87,9 +97,10 @@ def as_lists(rewards, name, num_agents, items):
     if are_lists and not per_agent:
         raise TaskError(f"{name} returned {len(rewards)} lists for {num_agents} agents; it takes one for each")
     rows = rewards if per_agent else [rewards]
-    for row in rows:
+    for i, row in enumerate(rows):
         if len(row) != B:
-            raise TaskError(f"{name} returned {len(row)} values for {B} items; it takes one for each")
+            whose = f" of agent {i}" if per_agent else ""
+            raise TaskError(f"{name} returned {len(row)} values{whose} for {B} items; it takes one for each")
     return rows
 
 
@@ -98,6 +109,18 @@ def as_number(value, name, k, item):
         got = one_line(repr(value), 80)
         raise TaskError(f"{name} returned {got} for item {k}, {one_line(item, 80)}; it takes {A_NUMBER}")
     return float(value)
+
+
+def as_metric(value, name):
+    """A number of the metrics_callback, NaN too. Raises TaskError."""
+    try:
+        number = float(value)
+    except Exception:  # of whatever it is that is no number
+        number = math.inf
+    if abs(number) > LARGEST_METRIC:
+        got = f"{one_line(repr(value), 80)} as {one_line(name, 80)}"
+        raise TaskError(f"metrics_callback returned {got}; it takes a number up to {LARGEST_METRIC:g}")
+    return number
 
 
 def is_unordered(values):

@@ -1,7 +1,10 @@
 """The items of a run: a task's own, those of --dataset, or rows from Python; without too long prompts; in batches."""
 
+import contextlib
+import csv
 import json
 import math
+import os
 import random
 import re
 from pathlib import Path
@@ -119,10 +122,14 @@ def use_rows(task, name, rows, size, source):
     rows = check_prompts(rows, reads & set(there), source)
     if not hasattr(task, "item_of"):
         return rows
-    try:
-        return [task.item_of(row) for row in rows]
-    except Exception as error:
-        raise UserError(f"{source} has a row that {name} can't use: {describe(error)}") from error
+    items = []
+    for k, row in enumerate(rows):
+        try:
+            items.append(task.item_of(row))
+        except Exception as error:
+            refused = f"{source} has a row that {name} can't use, number {k} from 0"
+            raise UserError(f"{refused}: {describe(error)}") from error
+    return items
 
 
 def check_prompts(rows, columns, source):
@@ -161,18 +168,32 @@ def load_splits(name):
         raise UserError(f"--dataset takes a file of the formats {' '.join(FORMATS)}, got {name}")
     place, colon, configuration = name.rpartition(":")
     try:
-        if file_format:
-            options = {"sep": "\t"} if file_format == "tsv" else {}
-            return read_splits("csv" if options else file_format, data_files=name, **options)
-        if colon and not Path(name).exists():
-            return read_splits(place, configuration)
-        return read_splits(name)
+        with quiet():
+            if file_format:
+                options = {"sep": "\t"} if file_format == "tsv" else {}
+                return read_splits("csv" if options else file_format, data_files=name, **options)
+            if Path(name, "state.json").is_file():
+                return {"train": datasets.load_from_disk(name)}
+            if colon and not Path(name).exists():
+                return read_splits(place, configuration)
+            return read_splits(str(Path(name).resolve()) if Path(name).exists() else name)
     except Exception as error:
         cause = error.__cause__ or error  # where a row can't be read, the error itself does not say why
         reason = "it has no rows" if isinstance(cause, StopIteration) else f"{type(cause).__name__}: {one_line(cause)}"
         if "Config name is missing" in str(cause):
             reason += f"; name one of them, --dataset {name}:CONFIG"
         raise UserError(f"--dataset {name} can't be loaded: {reason}") from error
+
+
+@contextlib.contextmanager
+def quiet():
+    """Within it, datasets does not say itself what can't be read: the error does."""
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
 
 
 def format_of(name):
@@ -192,6 +213,7 @@ def read_splits(*place, **options):
     builder = datasets.load_dataset_builder(*place, **options)
     files = builder.config.data_files
     if isinstance(builder, Csv) and builder.config.features is None:
+        check_lengths([path for paths in files.values() for path in paths], builder.config.sep)
         first = next(iter(files.values()))[0]
         head = pandas.read_csv(first, nrows=1, sep=builder.config.sep)
         if len(head) and not isinstance(head.index, pandas.RangeIndex):  # taken for an index
@@ -199,6 +221,8 @@ def read_splits(*place, **options):
         columns = builder.config.names or head.columns
         text = datasets.Features({column: datasets.Value("string") for column in columns})
         options |= {"features": text, "na_filter": False}
+    if isinstance(builder, Json):
+        check_utf8([path for paths in files.values() for path in paths])
     splits = datasets.load_dataset(*place, **options)
     if isinstance(builder, Json) and any(is_guessed(rows.features) for rows in splits.values()):
         return {split: read_json_rows(paths) for split, paths in files.items()}
@@ -206,6 +230,28 @@ def read_splits(*place, **options):
         lines = {split: [line for line in rows["text"] if line.strip()] for split, rows in splits.items()}
         return {split: [{"text": line, "prompt": line} for line in own] for split, own in lines.items()}
     return splits
+
+
+def check_lengths(paths, separator):
+    """Raise ValueError for a row of CSV files here that has fewer fields than the first: it would be filled up."""
+    for path in filter(os.path.isfile, paths):
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer", newline="") as file:
+            rows = csv.reader(file, delimiter=separator)
+            width = len(next(rows, []))
+            for row in rows:
+                if row and len(row) < width:
+                    raise ValueError(f"line {rows.line_num} has {len(row)} of {width} fields")
+
+
+def check_utf8(paths):
+    """Raise ValueError for a line of JSON files here that is not UTF-8: datasets finds it when it is read."""
+    for path in filter(os.path.isfile, paths):
+        with fsspec.open(path, "rb", compression="infer") as file:
+            for k, line in enumerate(file, 1):
+                try:
+                    line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"line {k} is not UTF-8: {error.reason}") from None
 
 
 def is_guessed(feature):

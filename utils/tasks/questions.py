@@ -1,9 +1,9 @@
 """Questions with known answers: a task's conversation_template and reward_fn as formatters and reward_func."""
 
-import inspect
 import re
 
 from utils.cli import UserError, one_line
+from utils.tasks.calls import parameters_of
 
 
 def make_formatter(template, name):
@@ -90,7 +90,7 @@ def make_reward_func(function, name):
 
 def other_columns(function):
     """The parameters that a reward_fn has after completion, answer and question, by name."""
-    parameters = list(inspect.signature(function).parameters.values())[3:]
+    parameters = parameters_of(function)[3:]
     return {parameter.name: parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
 
 

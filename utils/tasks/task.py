@@ -1,10 +1,12 @@
 """A task's functions as a script's TeamEnv calls them: checked, timed, with the arguments that they name."""
 
+import copy
 import difflib
 import importlib
 import importlib.util
-import inspect
+import itertools
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from utils.envs.seats import Game
 from utils.tasks import questions
 from utils.tasks.calls import (
     as_lists,
+    as_metric,
     as_number,
     blame,
     call,
@@ -22,6 +25,7 @@ from utils.tasks.calls import (
     check_prompt,
     check_together,
     in_reward_phase,
+    parameters_of,
 )
 from utils.timers import check_timer, time_limit
 
@@ -86,7 +90,7 @@ class Task:
         def reward_rows(rows):
             own = [histories[k] for k in rows]
             with time_limit(self.args.reward_timeout):
-                return call(
+                rewards = call(
                     self.given.reward_func,
                     *[[texts[k] for k in rows] for texts in completions],
                     items=[items[k] for k in rows],
@@ -95,6 +99,9 @@ class Task:
                     turn=turn,
                     num_turns=self.args.num_turns,
                 )
+                if isinstance(rewards, Iterator):  # as a generator is, whose work is done here
+                    rewards = [*itertools.islice(rewards, max(len(rows), N) + 1)]
+            return rewards
 
         with in_reward_phase():
             rewards = as_lists(call_twice(reward_rows, name, items), name, N, items)
@@ -125,7 +132,7 @@ class Task:
                 prompt=item.get("prompt", "") if isinstance(item, dict) else "",
                 agent_completions=list(completions),
                 num_agents=N,
-                prompt_history_per_agent=[list(own) for own in prompts],
+                prompt_history_per_agent=[copy.deepcopy(own) for own in prompts],  # it may change them
                 response_history_per_agent=[own[1::2] for own in history],
                 item=item,
                 turn=len(history[0]) // 2 - 1,
@@ -133,8 +140,8 @@ class Task:
         if next_prompts is None:
             return None
         if not isinstance(next_prompts, (list, tuple)) or len(next_prompts) != N:
-            takes = f"a list of {N} prompts, or None"
-            raise TaskError(f"external_transition returned {one_line(repr(next_prompts), 80)}; it takes {takes}")
+            got = f"external_transition returned {one_line(repr(next_prompts), 80)} for item {one_line(item, 80)}"
+            raise TaskError(f"{got}; it takes a list of {N} prompts, or None")
         observations = []
         for i, prompt in enumerate(next_prompts):
             with blame(f"external_transition of agent {i} gave no prompt for item", item):
@@ -148,9 +155,11 @@ class Task:
             return {}
         try:
             metrics = call(self.given.metrics_callback, rollouts, items=items)
-            return {one_line(name): float(value) for name, value in metrics.items()}
         except (Exception, SystemExit) as error:
             raise TaskError(f"metrics_callback raised {describe(error)}") from error
+        if not isinstance(metrics, Mapping):
+            raise TaskError(f"metrics_callback returned {one_line(repr(metrics), 80)}; it takes a dict of numbers")
+        return {one_line(name): as_metric(value, name) for name, value in metrics.items()}
 
     def scores(self, agents):
         """Exact scores of the agents, where the game knows some: {name in metrics.csv: float}."""
@@ -185,7 +194,7 @@ def new_messages(earlier, prompt):
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    goes_on = prompt != earlier and list(prompt[: len(earlier)]) == list(earlier)
+    goes_on = list(prompt) != list(earlier) and list(prompt[: len(earlier)]) == list(earlier)
     if goes_on:
         new = list(prompt[len(earlier) :])
         new = new[1:] if new[0]["role"] == "assistant" else new
@@ -289,14 +298,6 @@ def say_what_is_misspelt(task, name):
         for known in difflib.get_close_matches(own, (*NEEDED, *OPTIONAL), n=1, cutoff=0.8):
             if own != known and not hasattr(task, known) and callable(getattr(task, own)):
                 say(f"{name} has no {known}, but {own}, which nothing calls: is {known} meant?")
-
-
-def parameters_of(function):
-    """The parameters of a function; of one that does not tell them, none."""
-    try:
-        return [*inspect.signature(function).parameters.values()]
-    except (TypeError, ValueError):
-        return []
 
 
 def complete(task, name, has_env):
