@@ -1,12 +1,14 @@
 """Adapters on one base: what they compute, apart and merged, whatever was on before; what learns; their memory."""
 
 import copy
+import itertools
 import json
 
 import peft
 import pytest
 import torch
 from helpers import tiny_base
+from peft.tuners.lora import Linear
 from teams import IDS, logits_of, make_args, make_team, roles_of, shake
 
 import ippo_llm
@@ -92,6 +94,28 @@ def test_new_adapters_differ_and_references_draw_no_random_numbers(base, tokeniz
         assert all(map(torch.equal, one.critic.parameters(), other.critic.parameters()))
     A = [policy.parameters()[0] for policy in (first[0].actor, first[0].critic, first[1].actor)]
     assert not torch.equal(A[0], A[1]) and not torch.equal(A[0], A[2])
+
+
+def test_memory_that_runs_out_as_adapters_are_merged_leaves_the_base_as_it_was(base, tokenizer, monkeypatch):
+    agents = shake(make_team(base, tokenizer))
+    with torch.no_grad():
+        right = logits_of(agents[0].actor)
+        logits_of(agents[1].actor)
+    merge = Linear.merge
+    calls = itertools.count()
+
+    def run_out(layer, *arguments, **options):
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError
+        merge(layer, *arguments, **options)
+
+    with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(Linear, "merge", run_out)
+        logits_of(agents[0].actor)
+    with torch.no_grad():
+        assert torch.equal(logits_of(agents[0].actor), right)
+    adapters.unmerge(agents[0].actor.model)
+    assert weights.fingerprint_of(agents[0].reference) == fingerprint(base)
 
 
 # --- What learns ------------------------------------------------------------------------------------------------------

@@ -65,7 +65,6 @@ TOGETHER = {
     "critic": ({"critic_value_head_hidden_dim": 7}, "--critic-value-head-hidden-dim has no effect without --use-sep"),
     "head": ({"value_head_hidden_dim": 7, "use_separate_critic": True}, "--value-head-hidden-dim has no effect where"),
     "shortest": ({"min_output_tokens": 4}, "--min-output-tokens takes at most --max-new-tokens, 3, got 4"),
-    "--wandb": ({"wandb_tags": ("a",)}, "--wandb-tags has no effect without --track"),
     "--overwrite": ({"overwrite": True, "output_dir": None}, "--overwrite has no effect without --output-dir"),
     "alpha": ({"lora_alpha": 3.0}, "--lora-alpha has no effect without --lora-rank"),
     "task and env": ({"task": "number", "env": "guess"}, "--env guess and --task number are two things to train on"),
@@ -165,11 +164,7 @@ TASKS = {
     "no metrics": ({"metrics_callback": lambda rollouts: None}, "returned None; it takes a dict of numbers$"),
     "a metric": (
         {"metrics_callback": lambda rollouts: {"a": "b"}},
-        "returned 'b' as a; it takes a number up to 1e",
-    ),
-    "infinite": (
-        {"metrics_callback": lambda rollouts: {"a": 1e40}},
-        r"returned 1e\+40 as a; it takes a number up ",
+        "returned 'b' as a; it takes a number$",
     ),
     "generator": ({"reward_func": fail_late}, "^fail_late raised ValueError: what happened .* on item 0, {'prompt': "),
     "endless": ({"reward_func": lambda *texts: itertools.count()}, "returned 5 values for 4 items; it takes one for e"),

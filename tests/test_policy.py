@@ -16,6 +16,7 @@ from benchmark import architectures
 from utils import models
 from utils.cli import UserError, parse
 from utils.models import causal_lm, engine, loading, weights
+from utils.models import policy as policies
 
 ONES = torch.ones_like(IDS)
 
@@ -114,6 +115,31 @@ def test_while_agents_sample_frozen_weights_are_cast_once_and_give_the_same_bits
     assert all(x is before[key] for key, x in base.named_parameters(remove_duplicate=False))
     assert bool(changed) == (flags != {"lora_rank": 0})
     assert all(not before[key].requires_grad and key.endswith("weight") for key in changed)
+
+
+def test_what_is_saved_as_agents_sample_is_not_rounded(base, tokenizer, tmp_path):
+    agents = shake(make_team(base, tokenizer, mixed_precision="bf16", merge_adapters=False))
+    for agent in agents:
+        for parameter in agent.reference.parameters():
+            parameter.requires_grad_(False)
+    with torch.no_grad(), models.sampling(agents, make_args(merge_adapters=False)):
+        weights.save_agents(tmp_path / "sampling", agents, checkpoint=True)
+    weights.save_agents(tmp_path / "after", agents, checkpoint=True)
+    files = [*(tmp_path / "after").rglob("*.safetensors")]
+    assert len(files) > 6
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "sampling" / file.relative_to(tmp_path / "after")).read_bytes()
+
+
+@pytest.mark.parametrize("parts, foreach", [(0, None), (1, False), (2, None)])
+def test_parts_and_whole_weights_take_steps_one_by_one(monkeypatch, parts, foreach):
+    class Part(torch.nn.Parameter):
+        pass
+
+    monkeypatch.setattr(policies, "DTensor", Part)
+    own = [Part(torch.ones(2)) if k < parts else torch.nn.Parameter(torch.ones(2)) for k in range(2)]
+    optimizer = policies.adamw([SimpleNamespace(parameters=lambda: own), None], 1e-3, ippo_llm.Args())
+    assert optimizer.defaults["foreach"] is foreach
 
 
 def test_where_nothing_is_sampled_there_is_nothing_with_a_gradient(base, tokenizer):

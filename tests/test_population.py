@@ -395,7 +395,12 @@ def test_what_the_first_update_shows_is_one_line_and_leaves_nothing(script, bree
 
 
 def test_what_a_fork_may_not_change_is_not_mutated():
-    assert population.FIXED >= {"opponents", "opponent_interval", "pause_at", "eval_interval", "lora_rank", "seed"}
+    assert population.FIXED >= {"opponents", "opponent_interval", "eval_interval", "lora_rank", "seed"}
+    flags = {"--opponents": "INT", "--micro-batch-size": "INT"}
+    with pytest.raises(UserError, match="--opponents can't differ between a run and its fork"):
+        population.ranges_of({"opponents": "1:4"}, flags)
+    with pytest.raises(UserError, match="--micro-batch-size changes nothing of what a run learns$"):
+        population.ranges_of({"micro_batch_size": "1:4"}, flags)
 
 
 def test_runs_that_evaluate_nothing_are_refused_at_once(script, breeding):

@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -38,10 +40,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import utils.run
 from utils import distributed
-from utils.cli import TaskError, UserError
+from utils.cli import Stopped, TaskError, UserError
 from utils.files import WriteError, lock, whole_lines
 from utils.run import failures, folder, log, report
 from utils.same import timeless
+from utils.tasks.calls import as_metric
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -208,14 +211,28 @@ def test_what_a_run_begins_from_is_not_overwritten(flag, path):
     assert folder.run_folder(args, "ppo_llm.py") == Path("run")
 
 
-def test_a_task_may_change_the_working_directory(tmp_path):
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_task_may_change_the_working_directory(is_stopped, tmp_path):
+    calls = itertools.count()
+
     def reward(*completions, items):
         os.chdir(tempfile.mkdtemp(dir=tmp_path))
+        os.rmdir(os.getcwd())
+        if is_stopped and next(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
         return reward_length(*completions, items=items)
 
-    _, run = train("ippo", reward, save_interval=1)
-    assert Path.cwd() == tmp_path and len(read_metrics("run")) == len(run.rows)
-    assert {path.name for path in Path("run").iterdir()} >= {"agent_0", "checkpoints", "samples.jsonl"}
+    with pytest.raises(Stopped) if is_stopped else contextlib.nullcontext():
+        train("ippo", reward, save_interval=0)
+    os.chdir(tmp_path)
+    there = {path.name for path in Path("run").iterdir()}
+    assert there >= {"agent_0", "checkpoints", "samples.jsonl"}
+    steps = [path.name for path in Path("run/checkpoints").iterdir()]
+    assert max(steps) == f"update_{len(read_metrics('run')):06d}"
+
+
+def test_an_infinite_metric_is_not_a_number():
+    assert as_metric(3, "a") == 3 and math.isnan(as_metric(math.inf, "a")) and math.isnan(as_metric(-1e40, "a"))
 
 
 def test_a_signal_as_the_disk_is_full_is_not_an_error_of_the_task(monkeypatch):
@@ -237,7 +254,7 @@ def test_how_to_go_on_can_be_typed(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert go_on(run) == "go on with: torchrun --nproc-per-node 4 ippo_llm.py --resume 'my run'"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert go_on(run) == "go on with: torchrun --nnodes 2 --nproc-per-node 2 ippo_llm.py --resume 'my run'"
+    assert go_on(run) == "go on as it was started, with --resume 'my run'"
 
 
 def test_the_commit_is_marked_where_code_differs(tmp_path, monkeypatch):

@@ -103,6 +103,15 @@ def test_the_head_of_a_critic_is_not_put_on_an_actor(base, tokenizer, folder):
     assert not agents[0].value_head[0].weight.any()
 
 
+def test_the_head_of_an_actor_is_not_put_on_a_critic_model_of_its_own(base, tokenizer, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaModel(LlamaConfig(vocab_size=768, **sizes)).save_pretrained(tmp_path / "critic")
+    weights.save_agents(tmp_path / "old", shake(make_team(base, tokenizer, use_separate_critic=False)))
+    flags = {"critic_model_name_or_path": (str(tmp_path / "critic"),), "load_checkpoint": str(tmp_path / "old")}
+    assert not make_team(base, tokenizer, **flags)[0].value_head[0].weight.any()
+    assert make_team(base, tokenizer, load_checkpoint=str(tmp_path / "old"))[0].value_head[0].weight.any()
+
+
 def test_a_critic_model_of_its_own_is_loaded_too(base, tokenizer, tmp_path):
     config = LlamaConfig(
         vocab_size=768, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2

@@ -227,7 +227,7 @@ def start(job, output_dir, threads):
         first = job.slot * job.num_processes
         own_gpus = [gpus[(first + k) % len(gpus)] for k in range(job.num_processes)]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus)
-    tqdm.write(f"{'going on' if begun else 'starting'}  {job.name}")
+    tqdm.write(f"{'going on' if goes_on else 'starting'}  {job.name}")
     job.started = time.time()
     with writing(output_dir):
         folder.parent.mkdir(parents=True, exist_ok=True)

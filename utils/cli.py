@@ -37,6 +37,10 @@ class TaskError(UserError):
     exit_code = 1
 
 
+class SharedError(TaskError):
+    """A TaskError that all processes of the run meet at the same place."""
+
+
 class Stopped(UserError):
     """The user, or the machine, stopped the run, and its state is saved."""
 
@@ -434,6 +438,8 @@ def flags_of(folder, Args, what="--resume"):
         differ = one_line(", ".join(sorted(there ^ here)), 80)
         made = f"{folder}, of {config['script']}," if config.get("script") else folder
         raise UserError(f"{what}: {made} is a run of another script or version: {differ}")
+    defaults = {field.name: field.default for field in dataclasses.fields(Args)}
+    earlier = {name: defaults[name] if value == "" else value for name, value in earlier.items()}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in earlier.items()}
 
 

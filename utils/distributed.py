@@ -133,18 +133,17 @@ def check_restarts(args):
             "torchrun --max-restarts takes --output-dir, in which the run goes on where it is started again"
         )
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if again and args.output_dir and os.path.exists(os.path.join(args.output_dir, "config.json")):
+    if again and not args.resume and os.path.exists(os.path.join(args.output_dir, "config.json")):
         args.overwrite = not can_go_on(Path(args.output_dir))  # it was killed before there was a checkpoint
         args.resume = None if args.overwrite else args.output_dir
 
 
 def launcher():
-    """The words that start a script as this process was started: python, or torchrun with as many processes."""
+    """The words that start a script as this process was started; None: on several machines, which takes more."""
     if world_size() == 1:
         return ["python"]
-    own = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-    nodes = world_size() // own
-    return ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc-per-node", str(own)]
+    own = os.environ.get("LOCAL_WORLD_SIZE", str(world_size()))
+    return ["torchrun", "--nproc-per-node", own] if int(own) == world_size() else None
 
 
 def seconds_to_stop():

@@ -177,5 +177,6 @@ def order(path):
 
 
 def can_go_on(folder):
-    """Whether --resume has something to go on with in a run's folder; else nothing is lost by beginning anew."""
-    return bool(checkpoints(folder / "checkpoints") or [*folder.glob("agent_[0-9]*")])
+    """Whether a run's folder has what --resume goes on with, or keeps; else nothing is lost by beginning anew."""
+    has_learned = len(whole_lines(folder / "metrics.csv")[1:]) > 1
+    return bool(has_learned or checkpoints(folder / "checkpoints") or [*folder.glob("agent_[0-9]*")])

@@ -15,6 +15,8 @@ from utils.distributed import say
 from utils.run.checkpoint import MANIFEST, digest, newest_whole
 from utils.run.metrics import earned_by_seats, seat_metrics
 
+OF_LEARNING = ("optimizers", "schedules", "critic", "value_head", "reference")  # which a player does not need
+
 
 def make_opponents(agent, initial, args):
     """The Opponents or RunOpponents of the flags, or None. Raises UserError."""
@@ -84,7 +86,10 @@ class RunOpponents(Opponents):
         checkpoint, _ = newest_whole(Path(args.opponent_run) / "checkpoints", tell=lambda _: None)
         self.met = {"run": args.opponent_run, "checkpoint": checkpoint.name, **digest(checkpoint / MANIFEST)}
         self.players = side.seats
-        for player in dict.fromkeys(self.players):  # they sample as many tokens as the learner does
+        for player in dict.fromkeys(self.players):
+            for name in OF_LEARNING:
+                vars(player).pop(name, None)
+            # They sample as many tokens as the learner does
             player.longest_prompt += side.args.max_new_tokens - args.max_new_tokens
 
     def seats(self, update):

@@ -35,7 +35,7 @@ import numpy
 from tqdm import tqdm
 
 from utils import distributed
-from utils.cli import TaskError, UserError, describe, one_line
+from utils.cli import SharedError, TaskError, UserError, describe, one_line
 from utils.tasks.calls import A_NUMBER, call, check_prompt, check_together, in_reward_phase, is_number
 from utils.timers import time_limit
 
@@ -239,7 +239,7 @@ class Games:
         num_episodes = sum(size for size, _ in everywhere)
         errors = [error for _, own in everywhere for error in own]
         if errors and len(errors) == num_episodes:
-            raise TaskError(f"the environment failed in all {num_episodes} episodes, at first with {errors[0]}")
+            raise SharedError(f"the environment failed in all {num_episodes} episodes, at first with {errors[0]}")
         return set(self.errors)
 
     @contextlib.contextmanager

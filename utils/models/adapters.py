@@ -161,13 +161,14 @@ def merge(model, name):
         model.mergeable = []  # while it is found out, nothing is merged
         model.mergeable = mergeable_layers(model, model.args)
         switch(model, name)
+    model.merged = name  # from here on there is something to be undone, also where memory runs out
+    model.merged_version = None
     for layer in model.mergeable:
         base_layer = layer.get_base_layer()
         for key, parameter in [*base_layer.named_parameters(recurse=False)]:
             model.kept.append((base_layer, key, parameter))  # itself unchanged: a backward pass may need it yet
             setattr(base_layer, key, nn.Parameter(parameter.clone(), requires_grad=False))
         layer.merge(adapter_names=[name])
-    model.merged = name
     model.merged_version = version(model, name)
 
 

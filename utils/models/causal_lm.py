@@ -150,13 +150,13 @@ def frozen_weights_cast(model):
     Weights that learn stay as they are: autocast casts these once, and frozen ones in each pass.
     """
     model.frozen_weights = []  # as they were: (module, weight)
-    if is_in_bfloat16(model):
-        dora = {module.get_base_layer() for module in model.modules() if getattr(module, "lora_variant", None)}
-        for module in model.modules():
-            if type(module) in (nn.Linear, Conv1D) and not module.weight.requires_grad and module not in dora:
-                model.frozen_weights.append((module, module.weight))
-                module.weight = nn.Parameter(module.weight.to(torch.bfloat16), requires_grad=False)
     try:
+        if is_in_bfloat16(model):
+            dora = {module.get_base_layer() for module in model.modules() if getattr(module, "lora_variant", None)}
+            for module in model.modules():
+                if type(module) in (nn.Linear, Conv1D) and not module.weight.requires_grad and module not in dora:
+                    model.frozen_weights.append((module, module.weight))
+                    module.weight = nn.Parameter(module.weight.to(torch.bfloat16), requires_grad=False)
         yield
     finally:
         restore_frozen_weights(model)

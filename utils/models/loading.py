@@ -261,6 +261,9 @@ def try_to_save(thing, **options):
         thing.save_pretrained(folder, **options)
 
 
+OF_TOKENIZER = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")  # how the names of its files begin
+
+
 class NoTokenizer(UserError):
     """A model has no tokenizer of its own."""
 
@@ -276,10 +279,11 @@ def find_tokenizer(name, flag, trust_remote_code=False, settings=None):
         with loading(flag, name):
             return read_tokenizer(name, flag, trust_remote_code, settings)
     except UserError as error:
-        if "backend tokenizer" not in str(error):  # transformers found no file of one, or can't read it
-            raise
         folder = Path(locate(name), (settings or {}).get("subfolder", ""))
-        has_files = any(file.name.startswith("tokenizer") or file.suffix == ".model" for file in folder.glob("*"))
+        has_files = any(file.name.startswith(OF_TOKENIZER) or file.suffix == ".model" for file in folder.glob("*"))
+        is_missing = "backend tokenizer" in str(error)  # transformers found no file of one, or can't read it
+        if not is_missing and (has_files or not folder.is_dir()):
+            raise
         kind = UserError if has_files else NoTokenizer
         raise kind(f"{flag} {name} has no tokenizer that can be read: save one there (save_pretrained)") from error
 
@@ -395,10 +399,12 @@ def check_initial(initial, args):
 def say_where_positions_change(initial, config, args):
     """Say where a model of longrope counts positions otherwise, for all rows of a pass if one of them is long."""
     ropes = getattr(config, "rope_parameters", None) or {}
+    has_limit = args.max_prompt_length and args.num_turns == 1
+    longest = (args.max_prompt_length if has_limit else initial.longest_prompt) + args.max_new_tokens
     for rope in (ropes, *ropes.values()):
-        if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings")
-            if most and initial.longest_prompt + args.max_new_tokens > most:
+            if most and longest > most:
                 what = f"what it computes depends on whether a transcript above {most} tokens is read in the same pass"
                 say(f"{initial.source.name}: {what}; {flag_name('max_model_len')} {most} keeps them below")
 

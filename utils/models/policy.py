@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModel
 
@@ -333,8 +334,10 @@ def in_chunks_or_by_vllm(generate):
 def adamw(learners, lr, args):
     """AdamW for what policies and modules learn, with the flags' weight decay, betas and epsilon; None is skipped."""
     parameters = [parameter for each in learners if each is not None for parameter in each.parameters()]
-    betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=args.adam_epsilon, weight_decay=args.weight_decay)
+    settings = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    if len({isinstance(parameter, DTensor) for parameter in parameters}) > 1:
+        settings["foreach"] = False  # on a GPU torch would compute parts and whole tensors together, and can't
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=args.weight_decay, **settings)
 
 
 def warn_of_learning_rate(agents, args):

@@ -37,12 +37,11 @@ def own_checkpoint(args):
 
     It has all that the run once started from.
     """
-    saved = checkpoints(Path(args.resume) / "checkpoints") if args.resume else []
-    if saved or not args.fork:
-        return saved[-1] if saved else None
-    from utils.run import fork  # which knows of runs, and they of models
+    from utils.run import checkpoint, fork  # which know of runs, and they of models
 
-    return fork.newest(args.fork)
+    if args.resume and checkpoints(Path(args.resume) / "checkpoints"):
+        return checkpoint.newest_whole(Path(args.resume) / "checkpoints", tell=lambda _: None)[0]
+    return fork.newest(args.fork) if args.fork else None
 
 
 def check_checkpoint(args):
@@ -214,7 +213,8 @@ def load_critic(path, agent, args):
         load_adapter(path / "critic", critic.model, critic.adapter, args.merge_lora_configs)
     elif critic is not None and critic.adapter:
         copy_adapter(critic.model, agent.actor.adapter, critic.adapter)
-    if hasattr(agent, "value_head") and (path / HEAD).is_file() and (critic is not None or not has_critic):
+    reads_alike = has_critic if critic is not None and critic.adapter is None else critic is not None or not has_critic
+    if hasattr(agent, "value_head") and (path / HEAD).is_file() and reads_alike:
         load_head(path / HEAD, agent.value_head)
 
 

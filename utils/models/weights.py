@@ -56,6 +56,7 @@ def save_agents(folder, agents, checkpoint=False, with_optimizer=False, with_bas
             else:
                 has_adapters = True
                 if is_main():
+                    causal_lm.restore_frozen_weights(policy.model.get_base_model())  # it may be sampling
                     adapters.save_adapter(aside / role, policy.model, policy.adapter, policy.name)
         base = initial_of(agent)
         base = {"base": base and base.name, "fingerprint": fingerprint_of(base)}

@@ -42,8 +42,8 @@ from utils.run.fork import OF_AGENTS, OF_LENGTH
 from utils.run.report import EVAL_REWARD
 
 OWN = ("--fork", "--pause-at")  # flags that a run gets from here, beside those of utils.benchmark
-# Flags that a fork may not change, or that change how long a run is, how it is kept or what its fitness is a mean of
-FIXED = {*OF_AGENTS, *OF_LENGTH, *OF_FOLDER, *OF_MACHINE, "num_train_epochs", "max_episodes"}
+# Flags that a fork may not change, or that change how long a run is or what its fitness is a mean of
+FIXED = {*OF_AGENTS, *OF_LENGTH, "num_train_epochs", "max_episodes"}
 FIXED |= {*"seed train_size eval_size eval_interval max_prompt_length".split()}
 
 
@@ -88,6 +88,8 @@ def ranges_of(mutate, known):
             raise UserError(f"--mutate {key}: the script has no {flag}")
         if known[flag] not in ("INT", "FLOAT"):
             raise UserError(f"--mutate {key}: {flag} is not a number")
+        if name in OF_FOLDER | OF_MACHINE:
+            raise UserError(f"--mutate {key}: {flag} changes nothing of what a run learns")
         if name in FIXED:
             raise UserError(f"--mutate {key}: {flag} can't differ between a run and its fork, or changes its length")
         number = int if known[flag] == "INT" else float

@@ -178,7 +178,8 @@ class Population:
     # --- Signals ---
 
     def on_signal(self, number, _):
-        if not self.signals:
+        self.signals.append((time.monotonic(), number))
+        if len(self.signals) == 1:
             (self.folder / "stop").touch()
             silence_unread(number)
             with contextlib.suppress(OSError):
@@ -186,7 +187,6 @@ class Population:
         elif time.monotonic() - self.signals[0][0] > 1:  # sooner it is no second one
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.signals.append((time.monotonic(), number))
 
     @contextlib.contextmanager
     def handling_signals(self):

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from transformers import set_seed
 
 from utils import distributed
-from utils.cli import Stopped, TaskError, UserError
+from utils.cli import SharedError, Stopped, TaskError, UserError
 from utils.clock import clock
 from utils.files import WriteError, checkpoints, lock, read_json, sync, writing
 from utils.models.policy import warn_of_learning_rate
@@ -70,8 +71,8 @@ class Run:
         self.script = script
         self.batches = batches
         self.task = task
-        self.folder = distributed.decide(lambda: run_folder(args, script))
-        self.cwd = os.getcwd()
+        self.folder = distributed.decide(lambda: run_folder(args, script))  # as the user wrote it
+        self.place = None  # where it is, from anywhere: a task may change the working directory
         self.fork = distributed.decide(self.read_fork)
         batches.begin_at(first_of(self.fork))
         self.num_updates = len(batches)
@@ -134,12 +135,16 @@ class Run:
             load_stage(self.agents, self.args)
         warn_of_learning_rate(self.agents, self.args)
         self.folder = self.log_files.folder = distributed.decide(self.take_folder)
+        self.place = self.folder.absolute()
+        if distributed.rank():  # what a task draws of a global generator is to differ between the processes
+            set_seed(self.args.seed + 1_000_003 * distributed.rank())
         if self.args.resume or self.fork:
             self.restore()
         for agent in self.agents:
             fingerprint_of(initial_of(agent))
         self.keep()
         distributed.decide(self.write_beginning)
+        self.log_files.folder = self.place
         for agent in self.agents:
             for optimizer in optimizers_of(agent):
                 self.hooks.append(optimizer.register_step_pre_hook(self.before_optimizer_step))
@@ -162,9 +167,10 @@ class Run:
         is_named = self.args.output_dir or self.args.resume
         first = self.folder
         with writing(first):
+            first.parent.mkdir(parents=True, exist_ok=True)
             for k in itertools.count(2):
                 try:
-                    self.folder.mkdir(parents=True, exist_ok=bool(is_named))
+                    self.folder.mkdir(exist_ok=bool(is_named))
                     break
                 except FileExistsError:
                     if is_named:
@@ -271,7 +277,6 @@ class Run:
         TaskError where the task's metrics have names that are taken, Stopped after a signal, WriteError where the disk
         does not take it.
         """
-        os.chdir(self.cwd)  # a task may have left it
         scores = self.scores() if eval_reward is not None else {}
         seconds = self.lap()
         with clock.timed("log, save"):
@@ -308,7 +313,7 @@ class Run:
             reason = "there was nothing to read, or no room behind it for an answer (--max-new-tokens, --max-model-len)"
             if getattr(self.task, "TeamEnv", None):
                 reason += ", or the environment dropped all episodes"
-            raise TaskError(f"nobody acted in update {step}: {reason}")
+            raise SharedError(f"nobody acted in update {step}: {reason}")
         metrics = team_metrics(rollouts, self.args.num_turns > 1) | agent_metrics(metrics, critic_metrics)
         if step == 1:
             say_what_cancels(metrics, has_critic=critic_metrics is not None)
@@ -339,18 +344,18 @@ class Run:
     # --- Saving ---
 
     def is_save_due(self):
-        """Whether a checkpoint comes after this update, by --save-interval."""
+        """Whether a checkpoint comes after this update, by --save-interval; the first one comes after the first."""
         interval = self.args.save_interval
         if interval is None:
             return time.time() - self.saved_at > SPARE * self.saving_seconds
-        return interval > 0 and self.step % interval == 0
+        return interval > 0 and (self.step % interval == 0 or self.step == 1)
 
     def checkpoint(self):
         """Save the run as it is after `step` updates. Raises WriteError."""
         if distributed.is_main():
             self.write_checkpoint()
         elif self.args.shard:  # all processes send their parts
-            save_agents(self.folder, self.agents, checkpoint=True)
+            save_agents(self.place, self.agents, checkpoint=True)
         self.saved_step = self.step
 
     @at_rest()
@@ -367,12 +372,12 @@ class Run:
         }
         with writing(self.folder):
             for name in ("metrics.csv", "samples.jsonl", ""):
-                sync(self.folder / name)
+                sync(self.place / name)
 
         def write(path):
             save_agents(path, self.agents, checkpoint=True)
 
-        write_checkpoint(self.folder / "checkpoints", self.step, write, state, self.args.keep_checkpoints)
+        write_checkpoint(self.place / "checkpoints", self.step, write, state, self.args.keep_checkpoints)
         self.saved_step = self.step
         self.saved_at = time.time()
         self.saving_seconds = self.saved_at - start
@@ -397,8 +402,7 @@ class Run:
         if not distributed.is_main() or self.saved_step == self.step or self.args.shard:
             return
         if not self.is_learning:
-            with contextlib.chdir(self.cwd):
-                return self.write_checkpoint()
+            return self.write_checkpoint()
         with at_rest():
             self.kept.exchange()
             try:
@@ -411,12 +415,11 @@ class Run:
     def leave(self, error):
         """Save, and show what the run leaves; `error` is what ended it, or None."""
         phases = clock.failed
-        os.chdir(self.cwd)
         if self.bar is not None:
             self.bar.close()
         if self.is_learning:  # a run that goes on learns from this update as a whole
             self.kept.exchange()
-        is_together = error is None or isinstance(error, (Stopped, distributed.NotFinite))  # all processes are here
+        is_together = error is None or isinstance(error, (Stopped, SharedError, distributed.NotFinite))  # all are here
         can_write = not isinstance(error, WriteError)
         try:
             if self.saved_step < self.step and can_write and (is_together or distributed.world_size() == 1):
@@ -431,7 +434,7 @@ class Run:
                 has_adapters = getattr(self.agents[0].actor, "adapter", None) is not None
                 with_optimizer = has_adapters and self.args.save_optimizer
                 with clock.timed("log, save"), writing(self.folder):
-                    save_agents(self.folder, self.agents, with_optimizer=with_optimizer, with_base=self.args.save_base)
+                    save_agents(self.place, self.agents, with_optimizer=with_optimizer, with_base=self.args.save_base)
         if distributed.is_main():
             self.show(error)
         saved = self.how_to_go_on() if self.saved_step else None
@@ -470,6 +473,8 @@ class Run:
         if self.task.name in (*own, f"--task {self.args.task}", f"--env {self.args.env}"):
             if Path(sys.argv[0]).name == script:
                 script = sys.argv[0]  # as it was called
-            words = [*distributed.launcher(), script, "--resume", str(self.folder)]
-            return f"go on with: {shlex.join(words)}"
+            launcher = distributed.launcher()
+            if launcher is None:
+                return f"go on as it was started, with --resume {shlex.quote(str(self.folder))}"
+            return f"go on with: {shlex.join([*launcher, script, '--resume', str(self.folder)])}"
         return f"go on from Python with {self.task.name}: main(Args(..., resume={str(self.folder)!r}), ...)"

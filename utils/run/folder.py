@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from utils.cli import UserError, find_run, flag_name, flags, flags_of, needs, one_line
+from utils.cli import UserError, find_run, flag_name, flags, flags_of, one_line
 from utils.files import erase, read_json, whole_lines, write_whole
 
 PACKAGES = "torch transformers peft datasets tokenizers safetensors numpy pydantic tyro wandb matplotlib tqdm"
@@ -24,7 +24,7 @@ class FolderArgs:
     """The run's folder, what is kept in it, and where else it is logged."""
 
     output_dir: str | None = None  # folder of the run; none: runs/<script>[__<task>]__<seed>__<time>
-    overwrite: bool = needs("output_dir", default=False)  # replace the run that is already there
+    overwrite: bool = False  # replace the run that is already in --output-dir
     # updates between checkpoints, in <run>/checkpoints; none: such that they take 2 % of the time; 0: only at the end
     save_interval: NonNegativeInt | None = None
     keep_checkpoints: PositiveInt = 2  # how many of the newest checkpoints stay
@@ -35,10 +35,10 @@ class FolderArgs:
     pause_at: PositiveInt | None = None
     deterministic: bool = False  # take only algorithms of torch that give the same bits every time, on a GPU too
     track: bool = False  # log to Weights & Biases too
-    wandb_project_name: str = needs("track", default="llm-teams")  # Weights & Biases project
-    wandb_entity: str | None = needs("track")  # Weights & Biases team or user
-    wandb_run_name: str | None = needs("track")  # Weights & Biases run name; none: the run folder's name
-    wandb_tags: tuple[str, ...] = needs("track", default=())  # Weights & Biases tags
+    wandb_project_name: str = "llm-teams"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team or user
+    wandb_run_name: str | None = None  # Weights & Biases run name; none: the run folder's name
+    wandb_tags: tuple[str, ...] = ()  # Weights & Biases tags
 
 
 # Flags of how a run is kept and watched, and not of what it learns
@@ -78,6 +78,8 @@ def run_folder(args, script):
     if played is not None:
         parts.insert(1, Path(played).stem)
     if args.output_dir is None:
+        if args.overwrite:
+            raise UserError("--overwrite has no effect without --output-dir")
         return Path("runs", "__".join(map(str, parts)))
     folder = Path(args.output_dir)
     if os.path.exists(folder) and not folder.is_dir():

@@ -1,6 +1,7 @@
 """Where a run begins that is forked from another one (--fork): at its newest checkpoint, or at one that is named."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def fork_of(args, script, folder, free, task):
     path, step = find_checkpoint(args.fork, run)
     config = read_json(run / "config.json")
     has_own_data = changed.keys() & OF_DATA
-    if not has_own_data and config.get("task", task) != task:  # of Python's objects, which flags do not name
+    names = [re.sub(r" in \S+\.py", "", name) for name in (config.get("task", task), task)]  # a script may be renamed
+    if not has_own_data and names[0] != names[1]:  # of Python's objects, which flags do not name
         changed["task"] = [config["task"], task]
         has_own_data = True
     fork = {"run": str(run), "checkpoint": path.name, "step": step, "changed": changed}
@@ -103,5 +105,5 @@ def put_fork(fork, folder):
     for path in (aside / "metrics.csv", aside / "samples.jsonl"):
         if path.is_file():
             os.replace(path, folder / path.name)
-    put(aside / fork["checkpoint"], folder / "checkpoints" / fork["checkpoint"])
+    put(aside / fork["checkpoint"], folder / "checkpoints" / f"update_{fork['step']:06d}")
     shutil.rmtree(aside)

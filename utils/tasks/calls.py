@@ -112,15 +112,13 @@ def as_number(value, name, k, item):
 
 
 def as_metric(value, name):
-    """A number of the metrics_callback, NaN too. Raises TaskError."""
+    """A number of the metrics_callback; NaN for one that is too large to be drawn. Raises TaskError."""
     try:
         number = float(value)
-    except Exception:  # of whatever it is that is no number
-        number = math.inf
-    if abs(number) > LARGEST_METRIC:
+    except Exception as error:  # of whatever it is that is no number
         got = f"{one_line(repr(value), 80)} as {one_line(name, 80)}"
-        raise TaskError(f"metrics_callback returned {got}; it takes a number up to {LARGEST_METRIC:g}")
-    return number
+        raise TaskError(f"metrics_callback returned {got}; it takes a number") from error
+    return number if abs(number) <= LARGEST_METRIC else math.nan
 
 
 def is_unordered(values):

@@ -189,11 +189,15 @@ def load_splits(name):
 def quiet():
     """Within it, datasets does not say itself what can't be read: the error does."""
     level = datasets.logging.get_verbosity()
+    shows_bars = datasets.utils.are_progress_bars_enabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.utils.disable_progress_bars()
     try:
         yield
     finally:
         datasets.logging.set_verbosity(level)
+        if shows_bars:
+            datasets.utils.enable_progress_bars()
 
 
 def format_of(name):
@@ -234,12 +238,13 @@ def read_splits(*place, **options):
 
 def check_lengths(paths, separator):
     """Raise ValueError for a row of CSV files here that has fewer fields than the first: it would be filled up."""
+    csv.field_size_limit(2**31 - 1)
     for path in filter(os.path.isfile, paths):
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer", newline="") as file:
             rows = csv.reader(file, delimiter=separator)
             width = len(next(rows, []))
             for row in rows:
-                if row and len(row) < width:
+                if len(row) < width and any(map(str.strip, row)):
                     raise ValueError(f"line {rows.line_num} has {len(row)} of {width} fields")
 
 
