@@ -72,6 +72,17 @@ def hanabi_return(seed, update, rule="reading"):
     return f"{rows[-1 if update < 0 else steps.index(update)]['eval/return']:.2f}"
 
 
+def first_rewards(run, part):
+    """The mean reward of some updates of IPPO on all weights of a real model."""
+    return f"{fmean(row['reward_mean'] for row in read_metrics(ROOT / f'benchmark/{run}ippo')[part]):.2f}"
+
+
+def leduc():
+    """Exploitability of Leduc poker after the first and the last update, and how many there were."""
+    rows = read_metrics(ROOT / "benchmark/leduc/reading__1")
+    return [*(f"{rows[k]['eval/exploitability']:.2f}" for k in (0, -1)), len(rows)]
+
+
 def reasoning():
     """Held-out rewards on syllogisms; the first and last four rewards of solver and judge; their updates."""
     rows = read_metrics(ROOT / "benchmark/reasoning/syllogism")
@@ -181,6 +192,14 @@ SENTENCES = [  # page, a sentence, its figures
         lambda: [*reasoning()[3:5], reasoning()[7]],
     ),
     ("benchmark/real.md", "The judge's falls from {} to {}:", lambda: reasoning()[5:7]),
+    (
+        "benchmark/real.md",
+        "the last three updates of 16 is {}, that of ours {} (the first three: {} and {};",
+        lambda: [
+            first_rewards(run, part) for part in (slice(7, 10), slice(3)) for run in ("peer_real/comlrl_", "real/")
+        ],
+    ),
+    ("docs/games.md", "falls from {} after the first update to {} after {} (one seed, `benchmark/leduc`)", leduc),
     (
         "docs/report.md",
         "comes to {}, {} and {} in exact reward",
