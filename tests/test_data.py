@@ -128,6 +128,7 @@ def test_a_broken_file_is_said_once(tmp_path):
     code = f"from utils.tasks.items import load_splits\nload_splits({str(name)!r})"
     asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert asked.stderr.startswith("Traceback") and "Failed to load" not in asked.stderr.partition("UserError")[0]
+    assert "ArrowInvalid: JSON parse error" in asked.stderr.splitlines()[-1]
 
 
 def test_the_working_folder_and_a_saved_dataset_are_data(tmp_path, monkeypatch):

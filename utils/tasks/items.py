@@ -189,15 +189,15 @@ def load_splits(name):
 def quiet():
     """Within it, datasets does not say itself what can't be read: the error does."""
     level = datasets.logging.get_verbosity()
-    shows_bars = datasets.utils.are_progress_bars_enabled()
+    hides_bars = datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.utils.disable_progress_bars()
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
         datasets.logging.set_verbosity(level)
-        if shows_bars:
-            datasets.utils.enable_progress_bars()
+        if not hides_bars:
+            datasets.enable_progress_bars()
 
 
 def format_of(name):
