@@ -96,6 +96,8 @@ EVERY = {
     "test_the_likeliest_texts_are_those_of_the_saved_and_of_the_untouched_model": 2,
     "test_the_random_players_score_is_the_mean_over_all_that_can_be_said": 3,
     "test_a_gradient_that_is_not_finite_ends_the_run_and_is_in_no_weight": 3,
+    "test_a_run_whose_output_nobody_reads_any_more_saves_and_ends": 2,
+    "test_a_file_to_write_is_looked_at_before_anything_is_played": 2,
 }
 
 

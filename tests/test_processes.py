@@ -254,8 +254,8 @@ def test_a_sharded_run_that_memory_ended_goes_on_with_smaller_micro_batches(
     own = ["--save-interval", 1, "--keep-checkpoints", 9, "--output-dir", run]
     processes = start_two("ippo_llm", *flags, *own, before=before)
     assert [processes[i].wait(90).exitcode for i in (victim, 1 - victim)] == [2, 1]
-    line = "ippo_llm.py: error: out of memory in learning: --micro-batch-size 1 takes less; go on with: python "
-    line += f"ippo_llm.py --resume {run} --micro-batch-size 1"
+    line = "ippo_llm.py: error: out of memory in learning: --micro-batch-size 1 takes less; go on with: torchrun "
+    line += f"--nproc-per-node 2 ippo_llm.py --resume {run} --micro-batch-size 1"
     assert processes[victim].error.splitlines()[-1] == line
     assert "another process of this run has ended" in processes[1 - victim].error.splitlines()[-1]
     assert saved_steps(run) == [1] and not list(run.glob("agent_*"))  # in the midst of learning there is no whole agent
