@@ -159,7 +159,7 @@ def stop_in_second_update(monkeypatch, script, place, undisturbed, **flags):
 
     def write_and_copy(folder, *values):
         write(folder, *values)
-        if folder == Path("run/checkpoints") and not Path("killed").exists():
+        if folder == Path("run/checkpoints").absolute() and not Path("killed").exists():
             shutil.copytree("run", "killed")
 
     monkeypatch.setattr(utils.run, "write_checkpoint", write_and_copy)
