@@ -25,7 +25,7 @@ class FolderArgs:
 
     output_dir: str | None = None  # folder of the run; none: runs/<script>[__<task>]__<seed>__<time>
     overwrite: bool = False  # replace the run that is already in --output-dir
-    # updates between checkpoints, in <run>/checkpoints; none: such that they take 2 % of the time; 0: only at the end
+    # updates between checkpoints, of which the first comes after update 1; none: 2 % of the time; 0: only at the end
     save_interval: NonNegativeInt | None = None
     keep_checkpoints: PositiveInt = 2  # how many of the newest checkpoints stay
     resume: str | None = None  # go on with a run, from its newest whole checkpoint: its folder, or latest
