@@ -95,9 +95,7 @@ def test_runs_that_are_compared_are_runs(finished, tmp_path):
     folder = str(finished.folder.resolve())
     assert ask(folder, folder)[0] == 0 and ask("--help")[0] == 0
     assert ask(folder) == (2, "usage: python -m utils.same RUN RUN: two folders of runs\n")
-    assert ask(folder, str(tmp_path)) == (
-        2, f"same.py: error: {tmp_path} is no run's folder: it has no metrics.csv\n"
-    )  # fmt: skip
+    assert ask(folder, str(tmp_path)) == (2, f"same.py: error: {tmp_path} is no run's folder: it has no metrics.csv\n")
     shutil.copytree(folder, tmp_path / "other")
     (tmp_path / "other/samples.jsonl").unlink()
     assert ask(folder, str(tmp_path / "other"))[0] == 1
@@ -201,9 +199,9 @@ def test_what_a_run_begins_from_is_not_overwritten(flag, path):
     Path("run/critic").mkdir()
     Path("run/mine").mkdir()
     args = SCRIPTS["ppo"].Args(output_dir="run", overwrite=True, **{flag: path})
-    shown = path if isinstance(path, str) else path[0]
+    name = path if isinstance(path, str) else path[0]
     message = (
-        f"^--{flag.replace('_', '-')} {shown} is in run, and --overwrite would remove it: give another --output-dir$"
+        f"^--{flag.replace('_', '-')} {name} is in run, and --overwrite would remove it: give another --output-dir$"
     )
     with pytest.raises(UserError, match=message):
         folder.run_folder(args, "ppo_llm.py")
@@ -225,8 +223,8 @@ def test_a_task_may_change_the_working_directory(is_stopped, tmp_path):
     with pytest.raises(Stopped) if is_stopped else contextlib.nullcontext():
         train("ippo", reward, save_interval=0)
     os.chdir(tmp_path)
-    there = {path.name for path in Path("run").iterdir()}
-    assert there >= {"agent_0", "checkpoints", "samples.jsonl"}
+    names = {path.name for path in Path("run").iterdir()}
+    assert names >= {"agent_0", "checkpoints", "samples.jsonl"}
     steps = [path.name for path in Path("run/checkpoints").iterdir()]
     assert max(steps) == f"update_{len(read_metrics('run')):06d}"
 

@@ -387,8 +387,12 @@ def test_an_end_token_that_is_not_special_is_in_no_answer(tokenizer, keeps):
     (number,) = plain("7", add_special_tokens=False).input_ids
     args = SimpleNamespace(skip_special_tokens=not keeps)
     assert decode([[number, end], [number, number], [end, number], [end], []], agent, args) == [
-        "7", "77", "<stop>7", "", ""
-    ]  # fmt: skip
+        "7",
+        "77",
+        "<stop>7",
+        "",
+        "",
+    ]
 
 
 def test_an_end_token_after_a_space_of_the_template_stands_once(tokenizer):

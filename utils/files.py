@@ -167,8 +167,8 @@ STATE = "state.json"  # of a checkpoint
 
 def checkpoints(folder):
     """The folders of checkpoints, oldest first, whole or not."""
-    found = [path for path in folder.glob("update_*") if re.fullmatch(r"update_\d{6,}", path.name) and path.is_dir()]
-    return sorted(found, key=order)
+    paths = [path for path in folder.glob("update_*") if re.fullmatch(r"update_\d{6,}", path.name) and path.is_dir()]
+    return sorted(paths, key=order)
 
 
 def order(path):

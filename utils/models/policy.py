@@ -133,8 +133,7 @@ class Policy:
         most = getattr(self.config.get_text_config(), "vocab_size", UNLIMITED) - 1
 
         def compute():
-            known = ids[:, :-1].clamp(max=most)
-            out = causal_lm.read(self.base, known, before[:, 1:])
+            out = causal_lm.read(self.base, ids[:, :-1].clamp(max=most), before[:, 1:])
             return Output(out.logits, out.hidden_states)
 
         with self.active():

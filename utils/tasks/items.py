@@ -189,15 +189,11 @@ def load_splits(name):
 def quiet():
     """Within it, datasets does not say itself what can't be read: the error does."""
     level = datasets.logging.get_verbosity()
-    hides_bars = datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.disable_progress_bars()
     try:
         yield
     finally:
         datasets.logging.set_verbosity(level)
-        if not hides_bars:
-            datasets.enable_progress_bars()
 
 
 def format_of(name):
