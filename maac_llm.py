@@ -1,31 +1,31 @@
 """Multi-Agent Actor-Critic (MAAC) for a team of language models, in one file.
 
-Each agent has its own actor; the team has one critic, a model or with --lora-rank adapters of its own. h_t, which the
-critic reads, is all that the team has read and written before it answers in turn t. Actor i reads its own part of it,
-h_t^i, and gives answer a_t^i; log pi sums over its tokens. In the order of `learn`:
+Each agent has its own actor; the team has one critic: a model of its own or, with --lora-rank, adapters of its own. h_t
+is all that the team has read and written before it answers in turn t; the critic reads it. Agent i reads its own part,
+h_t^i, and gives answer a_t^i; log pi sums over the tokens of an answer. `learn` computes, in this order:
 
     s       = max(std over episodes of the sum over turns of the agents' mean reward, 0.98 * s of the last update)
-    e_t     = (the agents' mean reward of turn t; if rewards are opposite 0: nothing is learned) / (s + reward_norm_eps)
-    m_t     = mean over the episodes that have a turn t of the sum of e_j, j >= t (undiscounted, no KL)
-    V(h_t)  = critic(h_t) + m_t
+    e_t     = (the agents' mean reward of turn t) / (s + reward_norm_eps)     always 0 if rewards are opposite
+    m_t     = mean of sum_{j >= t} e_j over the rollout's episodes that have a turn t (undiscounted, without KL)
+    V(h_t)  = critic(h_t) + m_t                        m_t is not trained: the critic learns what is left
     r_t     = e_t - kl_coef * sum over agents of (log pi_old - log pi_ref)
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, shared by all agents; V_old = 0 after the last turn
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
     actor i   maximises  (mean of log pi(a_t^i|h_t^i) A'_t) + entropy_coef * (mean over its sampled tokens of H)
     critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-Means of losses are over a mini-batch, its turns in which any agent acts. pi_old, V_old, r and A are from before the
-optimiser steps; later steps are off-policy. As on CoMLRL's page the policy loss has no probability ratio and no clip
-(ppo_llm.py has both); s, m_t and the KL penalty are additions. Without the normalisation flags e_t is not divided, and
-A' = A.
+Losses are means over a mini-batch's turns in which any agent acts. pi_old, V_old, r, A are computed once per rollout:
+optimiser steps after the first are off-policy. pi_ref is the initial model. As on CoMLRL's page the policy loss has no
+probability ratio and no clip (ppo_llm.py has both); s, m_t and the KL penalty are additions. Without normalisation e_t
+is not divided by s, and A' = A.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-log pi is of logits / temperature, without --top-p or penalties. Models stay in eval mode; --lora-dropout acts in passes
-with gradients only. With torchrun each process plays a share of the episodes; means and gradients are over all.
-Shapes: N agents, B episodes of one process, M of a pass, S columns of tokens, padded on the right, T turns.
-Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
+log pi and H use logits / temperature; --top-p, --top-k, --min-p and penalties act in sampling only. Models stay in eval
+mode, but --lora-dropout is on in passes with gradients. torchrun splits the episodes; means and gradients are over all.
+Shapes: N agents; B episodes (rows) per process, M of them in a forward pass; S token columns, padded on the right; T
+last turn. Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
 """
 
 import sys
@@ -48,38 +48,36 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs, models.SamplingArgs):
-    """Flags; comments are the help. needs(x): refused without x. Inherited: task, folder, models, AdamW, sampling."""
+    """Flags; the comments are the help. needs("x"): an error where x is off. The base classes have more: see --help."""
 
-    seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
+    seed: NonNegativeInt = 1  # same seed, same number of processes: same run (on a GPU only with --deterministic)
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2  # agents of the team, or players of --env
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # ends the run with the update that reaches as many, of all processes
+    max_episodes: PositiveInt | None = None  # stop after the update that reaches this many, all processes together
     eval_interval: NonNegativeInt = 12  # updates between evaluations, also after the first and last; 0: none
 
     # Rollouts
-    rollout_buffer_size: PositiveInt = 32  # episodes of an update, in all processes together
-    num_generations: PositiveInt = 1  # episodes per item, neighbouring rows; not compared with each other
-    num_turns: PositiveInt = 1  # longest episode, in steps of the environment; the default task has one turn
+    rollout_buffer_size: PositiveInt = 32  # episodes per update, all processes together
+    num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
+    num_turns: PositiveInt = 1  # most environment steps per episode; the default task always has one
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
-    top_p: Fraction = needs("do_sample", default=1.0)  # nucleus sampling
-    top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
     # Advantages
     gamma: Fraction = 1.0  # discount factor, from turn to turn
     reward_normalization: bool = True  # divide rewards by the deviation s of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to s
-    kl_coef: NonNegativeFloat = 0.03  # normalised reward taken off for each nat of log pi_old - log pi_ref
+    kl_coef: NonNegativeFloat = 0.03  # weight of the KL penalty in r_t, in normalised rewards per nat
     advantage_normalization: bool = True  # standardise advantages over the rollout
     advantage_norm_eps: PositiveFloat = needs("advantage_normalization", default=0.3)  # added to std: damps small A
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout
-    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes
-    micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
+    mini_batch_size: PositiveInt = 16  # episodes per optimiser step, all processes together
+    micro_batch_size: PositiveInt = 16  # episodes per forward pass, in each process
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     actor_learning_rate: NonNegativeFloat = 5e-4  # for the tiny default model; large ones take less: docs/models.md
     critic_learning_rate: NonNegativeFloat = 1e-3  # of the critic and its value head
@@ -88,8 +86,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. TeamEnv calls the last three through tasks.load_task, which hands each only what it names
-# (prompts, turns ...: docs/tasks.md), checks what it returns, and copies a team's one list of rewards for each agent.
+# A task is these functions, of which it needs formatters and reward_func. tasks.load_task wraps the last three: it
+# passes only arguments that they name (all: docs/tasks.md), checks results, repeats a team's rewards for each agent.
 
 
 def train_dataset(size, seed):
@@ -107,9 +105,10 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """completions[i][j] is agent i's answer to items[j]. Returns rewards[j] of the team, or rewards[i][j] of agent i.
+    """completions[i][b] is agent i's answer to items[b]. Returns rewards[b] of the team, or rewards[i][b] of agent i.
 
-    Opposite: [r, [-x for x in r]]. Here: 0 to 3 points for lengths, words, subject of agents i and i + 1, their mean.
+    For two agents with opposite rewards return [r, [-x for x in r]]. Here the team gets the mean over pairs of agents
+    i and i + 1 of pair_reward: 0 to 3 points for lengths, different words, transition words and a common subject.
     """
     rewards = []
     for item, *texts in zip(items, *completions):
@@ -120,7 +119,7 @@ def reward_func(*completions, items):
 
 
 def external_transition(item, agent_completions):
-    """N next prompts after N answers to an item; of them agents read what is new. None: the episode ends, as here."""
+    """Returns N next prompts, or None: the end, as here. Where one repeats the chat, only what is new is read."""
     return None
 
 
@@ -134,7 +133,7 @@ class Agent:
         self.tokenizer = initial.tokenizer
         self.end_ids = initial.end_ids  # tokens that end an answer
         self.longest_prompt = initial.longest_prompt  # most tokens of a context that leaves room for max_new_tokens
-        self.reference = initial.policy  # frozen; the agents that start from one model share it
+        self.reference = initial.policy  # pi_ref, frozen; agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
         self.optimizer = models.adamw([self.actor], args.actor_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
@@ -152,12 +151,13 @@ class Critic:
 
 
 class TeamEnv:
-    """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
+    """Plays B episodes of a task with N agents: in each turn all agents answer, then all are rewarded.
 
-    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. Agent i acts in
-    episode b if dict i has b, with messages or a string, and else waits. An episode in no dict has ended; end all
-    within --num-turns steps. If one agent has no room for an answer, b is in no later action, and earns no more.
-    Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
+    Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
+    observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
+    An episode in no observations has ended; nothing else ends one, so end all within --num-turns steps. Where an agent
+    has no room for an answer, b ends for all: it is in no later actions, its rewards are ignored. Optional: `failed`, a
+    set of episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -176,34 +176,33 @@ class TeamEnv:
         return self.observe(chats)
 
     def observe(self, chats):
-        """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
+        """Append {episode: N chats} to the histories; returns them as observations, N dicts {episode: chat}."""
         for b in chats:
             for own_history, chat in zip(self.histories[b], chats[b]):
                 own_history.append(chat)
         return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
-        """Score the actions of a turn, N dicts {episode: answer}.
+        """Play one turn, given the actions, N dicts {episode: answer}.
 
-        Returns the next observations; the rewards, N dicts {episode: float}, also of agents that wait; and the set of
-        episodes that it cuts: paid for this step and no more; what is observed there is read, not answered. Here: none.
+        Returns the next observations; the rewards, N dicts {episode: float}, also for agents that waited; and the set
+        of episodes that it cuts (here none): they keep this turn's rewards, and their new chats are not answered.
         """
         self.turn += 1
-        episodes = list(actions[0])  # those that go on; all agents act in them
-        for b in episodes:
-            for own_history, answers in zip(self.histories[b], actions):
-                own_history.append(answers[b])
-        items = [self.items[b] for b in episodes]
-        histories = [self.histories[b] for b in episodes]
-        completions = [list(answers.values()) for answers in actions]
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists, one per agent
+        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers} of those that go on
+        for b in answers:
+            for own_history, answer in zip(self.histories[b], answers[b]):
+                own_history.append(answer)
+        items, histories = [self.items[b] for b in answers], [self.histories[b] for b in answers]
+        completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists too
         next_chats = {}
-        for b, item, history in zip(episodes, items, histories):
-            if self.turn < self.args.num_turns:
-                chats = self.task.external_transition(item, [answers[b] for answers in actions], history=history)
-                if chats is not None:  # None: the episode ends
+        if self.turn < self.args.num_turns:
+            for b in answers:
+                chats = self.task.external_transition(self.items[b], answers[b], history=self.histories[b])
+                if chats is not None:
                     next_chats[b] = chats
-        return self.observe(next_chats), [dict(zip(episodes, own_rewards)) for own_rewards in rewards], set()
+        return self.observe(next_chats), [dict(zip(answers, own_rewards)) for own_rewards in rewards], set()
 
 
 # --- Rollouts ---------------------------------------------------------------------------------------------------------
@@ -215,9 +214,9 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # on an answer's last token, all that it earns until its next; else 0
+    rewards: list = field(default_factory=list)  # on an answer's last token: rewards until its next answer; else 0
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
-    earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
+    earned: dict = field(default_factory=dict)  # {turn: reward} of every turn, also of those in which others act
 
     def extend(self, ids, turn=0):
         self.ids += ids
@@ -233,10 +232,10 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding; for lengths
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
-    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned until the next; for metrics
+    rewards: torch.Tensor  # [B, S] on an answer's last token: rewards until the next answer; for metrics
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted: learn reads these
-    truncated: torch.Tensor  # [B] True where the episode was cut; for metrics: learn takes a cut for an end
+    earned: list  # B dicts {turn: reward} of every turn: learn reads these
+    truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
 
 
 @models.in_chunks_or_by_vllm  # called on --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM samples
@@ -269,46 +268,46 @@ def generate(agent, contexts, args, generator):
 
 @timed
 def play(agents, task, items, args, generator):
-    """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
+    """Play one episode for each of B items, which may repeat; returns N Rollouts, in all of which row b is episode b.
 
-    A transcript as turn 2 begins, in which the agents read each other's answers; c is what turn 1 has earned:
+    Example: a transcript at the start of turn 2, in a task that shows the other's answer; c is the reward of turn 1:
 
         ids      <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         turns    0      0      0           1   1      1     0      0   0       0      0
         rewards  0      0      0           0   0      c     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
-    transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
+    transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; `own` below: those of one agent
     observations = env.reset()
-    truncated = set()  # episodes that were cut, by the environment or for lack of room
+    truncated = set()  # cut episodes: ended by the environment, or because an agent had no room to answer
     turn = 0
-    with models.sampling(agents, args):  # gives vLLM the weights as they are now, and gathers those that are sharded
+    with models.sampling(agents, args):  # hands vLLM the current weights, gathers sharded ones
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat in its template, after an end token if the last answer lacks one, up to the model's limit
+                    # The chat template, after closing an answer without an end token; ids past the limit are dropped
                     own[b].extend(models.encode(chat, own[b].ids, agent))
-                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # the episode is cut for all agents, before anyone answers
+                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
+                        truncated.add(b)  # for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # after h_t; [] if it waits
-                texts = models.decode(sampled, agent, args)  # without special tokens
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                texts = models.decode(sampled, agent, args)  # without the end token
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):  # all episodes with observations are cut
+            if not any(actions):  # no episode goes on
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # then [-1] ends its latest answer: it has read nothing since
+                    if own[b].answers:  # its last token so far ends an answer: it has read nothing since
                         own[b].rewards[-1] += own_rewards[b]
-            truncated |= cut  # after they have earned in the turn in which the environment cuts
+            truncated |= cut  # only now: this turn's rewards still count
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
@@ -319,15 +318,15 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1]: column k holds, row by row, the sum of x [B, S] over the places where index [B, S] is k."""
+    """Returns [B, last + 1]: entry [b, k] is the sum of x[b] where index[b] == k. x and index are [B, S]."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi and H (entropy) of each sampled token, in its column, [M, S], else 0."""
+    """log pi and H (entropy), [M, S], 0 but on sampled tokens."""
     mask = rollout.mask[rows]
-    # Logits [n, vocabulary] that predict sampled tokens: logits[:, :-1][mask[:, 1:]] of a full pass, as column t - 1
-    # predicts token t. Columns after the last sampled token are not read. Padding is last, and needs no attention mask
+    # What precedes each sampled token: logits[:, :-1][mask[:, 1:]] of a full pass, of which only these n are computed.
+    # Padding is on the right, so a causal model needs no attention mask
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -335,8 +334,8 @@ def policy_forward(policy, rollout, rows, args):
     return models.unflatten(logprobs, mask), models.unflatten(entropy, mask)
 
 
-def critic_forward(critic, joint, rows, last_turn):
-    """critic(h_t) in column t, [M, T + 1], 0 in turns in which nobody acts.
+def critic_forward(critic, joint, rows, m):
+    """V(h_t) = critic(h_t) + m_t in column t, [M, T + 1]; m_t alone in turns in which nobody acts. m is [T + 1].
 
     joint: ids, attention_mask, marks, [B, tokens of the longest]; in each turn what its agents read, an end token, what
     they write. marks: t on that end token, else 0. critic(h_t) is read from the hidden state before it, where h_t ends.
@@ -344,7 +343,7 @@ def critic_forward(critic, joint, rows, last_turn):
     marks = joint.marks[rows]
     out = critic.critic.read(joint.ids[rows], before=marks > 0)
     values = models.unflatten(critic.value_head(out.hidden_states), marks > 0)  # as marks
-    return sum_by(marks, values, last_turn)
+    return sum_by(marks, values, len(m) - 1) + m
 
 
 @timed
@@ -360,9 +359,8 @@ def learn(agents, critic, rollouts, args, generator):
         critic.state["s"] = max(float(std), 0.98 * critic.state["s"])  # slow to fall: a tiny std would amplify noise
         rewards = rewards / (critic.state["s"] + args.reward_norm_eps)  # e_t
 
-    # 2. m_t: the mean of what is still earned from turn t on, own episode included. V = critic + m_t, so that the
-    #    critic learns only what differs from it; zeros in place of m leave m_t out
-    rewards_to_go = rewards.flip(1).cumsum(1).flip(1)  # sum of e_j from each turn on
+    # 2. V(h_t) = m_t + critic(h_t). m_t is a mean over the rollout (own episode included), not trained
+    rewards_to_go = rewards.flip(1).cumsum(1).flip(1)  # [B, T + 1] sum of e_j from each turn on
     m = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1] m_t in column t, 0 in column 0
 
     # 3. pi_old, pi_ref, V_old and r_t: a pass without gradients of each actor, each reference, and the critic
@@ -374,7 +372,7 @@ def learn(agents, critic, rollouts, args, generator):
             mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
             old_logprobs = torch.zeros_like(mask)  # for the KL penalty; for PPO's ratio keep them in a list
             ref_logprobs = torch.zeros_like(mask)
-            for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: short passes
+            for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
             kl = old_logprobs - ref_logprobs
@@ -385,7 +383,7 @@ def learn(agents, critic, rollouts, args, generator):
         # writes, decoded. Too long for the critic's context: UserError
         joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
         for rows in joint.attention_mask.sum(1).argsort().split(args.micro_batch_size):
-            old_values[rows] = (m + critic_forward(critic, joint, rows, last_turn)) * played[rows]
+            old_values[rows] = critic_forward(critic, joint, rows, m) * played[rows]
 
     # 4. Advantages. Another algorithm puts its own here
     targets = (turn_rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) is 0 at the end
@@ -400,7 +398,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(played), generator=generator, device=played.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Per-process counts: gradients are averaged over processes, so sum / mean count becomes total / total count
+            # Each process divides by the mean count; the averaged gradient is then that of total sum / total count
             num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)
             num_tokens = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch.split(args.micro_batch_size):
@@ -412,7 +410,7 @@ def learn(agents, critic, rollouts, args, generator):
                     loss = policy_loss - args.entropy_coef * mean_entropy
                     loss.backward()  # gradients of micro-batches add up
                     losses.append(torch.stack([policy_loss, mean_entropy]).detach())
-                values = m + critic_forward(critic, joint, rows, last_turn)
+                values = critic_forward(critic, joint, rows, m)
                 value_loss = ((values - targets[rows]) ** 2 * played[rows]).sum() / num_played
                 value_loss.backward()
                 value_losses.append(value_loss.detach())
@@ -425,7 +423,7 @@ def learn(agents, critic, rollouts, args, generator):
     for learner in *agents, critic:
         learner.schedule.step()
 
-    # 6. Metrics; run.log averages over processes. Losses, entropy: means over optimiser steps; grad_norm: of the last
+    # 6. Metrics: means over optimiser steps (grad_norm: of the last); run.log takes the means over processes
     num_steps = args.update_epochs * len(minibatches)
     losses = torch.stack(losses).view(-1, len(agents), 2).sum(0) / num_steps  # [N, 2]: policy loss and entropy
     for own, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):
@@ -442,7 +440,7 @@ def learn(agents, critic, rollouts, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean of what an episode earns, over agents (so 0 if opposite) and held-out items in which any acts; one seed."""
+    """Mean over held-out episodes with any answer of the mean of the agents' returns; the same seed every time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -454,10 +452,10 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     """
     args = args or Args()
     distributed.start(args)
-    initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
+    initials = models.load(args, model, tokenizer)  # per agent: its tokenizer, and its frozen model once used
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: task's own
-    batches = tasks.shuffled_batches(train_items, args)  # [update]: its rollout_buffer_size / num_generations items
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # drops long prompts
+    batches = tasks.shuffled_batches(train_items, args)  # [update]: its items, before num_generations repeats them
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
@@ -465,7 +463,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
     critic = Critic(initials[0], len(batches), args)
 
-    with run.start([*agents, critic], generator):  # resumes; saves by --save-interval, and when it ends or is stopped
+    with run.start([*agents, critic], generator):  # saves them and the random state (--save-interval, the end); resumes
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

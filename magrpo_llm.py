@@ -1,17 +1,17 @@
 """Group-relative policy gradients (MAGRPO) for a team of language models, in one file.
 
 Each agent has its own actor and no critic; the other agents are part of its environment. The team plays each item K
-times (--num-generations), and what an agent earns from a turn on is compared with the mean of these episodes. An agent
-gives answer a_t in turn t after h_t, which is all that it has read and written before; log pi(a_t|h_t) sums over its
-tokens. In the order of `learn`:
+times (--num-generations), and an agent's rewards from a turn on are compared with their mean over these episodes. h_t
+is all that an agent has read and written before it gives answer a_t in turn t; log pi(a_t|h_t) sums over the tokens of
+a_t. `learn` computes, in this order:
 
     r_t     = e_t - kl_coef (log pi_old(a_t|h_t) - log pi_ref(a_t|h_t)), and 0 in a turn in which it waits
-              e_t: what it earns from its answer in turn t until its next one; pi_ref: the model that it starts from
+              e_t: its rewards from its answer in turn t until its next one; pi_ref: the initial model
     R_t     = r_t + gamma R_{t+1}                      turns are the environment's steps; R = 0 after an end or a cut
     A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
     actor     maximises  (mean over answers of log pi(a_t|h_t) A_t) + entropy_coef * (mean over tokens of H)
 
-The means in the last row are over a mini-batch; A_t is from before the optimiser steps. --advantage-mode rloo compares
+The means in the last row are over a mini-batch; A_t is computed once per rollout. --advantage-mode rloo compares
 with the mean of the group's other episodes, max with the best one, raw with nothing. As in the paper the policy loss
 has no probability ratio and no clip (ppo_llm.py has both), and A_t are not divided by the group's deviation
 (--advantage-normalization divides). CoMLRL, the authors' library, gives each history K answers, which makes K^T
@@ -20,10 +20,10 @@ episodes of T turns. Here K episodes are played to their ends: after the first t
     python magrpo_llm.py --num-agents 2
     torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
-log pi is of logits / temperature, without --top-p or penalties. Models stay in eval mode; --lora-dropout acts in passes
-with gradients only. With torchrun each process plays a share of the episodes; means and gradients are over all.
-Shapes: N agents, B episodes of one process, M of a pass, S columns of tokens, padded on the right, T turns.
-Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
+log pi and H use logits / temperature; --top-p, --top-k, --min-p and penalties act in sampling only. Models stay in eval
+mode, but --lora-dropout is on in passes with gradients. torchrun splits the episodes; means and gradients are over all.
+Shapes: N agents; B episodes (rows) per process, M of them in a forward pass; S token columns, padded on the right; T
+last turn. Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
 """
 
 import sys
@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import Fraction, command_line, flags, needs
+from utils.cli import Fraction, command_line, flags
 from utils.clock import timed
 from utils.run import FolderArgs, Run
 from utils.tasks.made_text import posts
@@ -47,36 +47,34 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
-    """Flags; comments are the help. needs(x): refused without x. Inherited: task, folder, models, AdamW, sampling."""
+    """Flags; the comments are the help. needs("x"): an error where x is off. The base classes have more: see --help."""
 
-    seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
+    seed: NonNegativeInt = 1  # same seed, same number of processes: same run (on a GPU only with --deterministic)
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 2  # agents of the team, or players of --env
     lora_rank: NonNegativeInt = 0  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # ends the run with the update that reaches as many, of all processes
+    max_episodes: PositiveInt | None = None  # stop after the update that reaches this many, all processes together
     eval_interval: NonNegativeInt = 12  # updates between evaluations, also after the first and last; 0: none
 
     # Rollouts
-    rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
+    rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
     num_generations: Annotated[int, Field(ge=2)] = 4  # K, episodes per item (the group), which are neighbouring rows
-    num_turns: PositiveInt = 1  # longest episode, in steps of the environment; the default task has one turn
+    num_turns: PositiveInt = 1  # most environment steps per episode; the default task always has one
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers, alike in a group
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
-    top_p: Fraction = needs("do_sample", default=1.0)  # nucleus sampling
-    top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
     # Advantages
     gamma: Fraction = 1.0  # discount factor, from turn to turn; what is earned in waiting counts with the last answer
     advantage_mode: Literal["mean", "rloo", "max", "raw"] = "mean"  # what R_t is compared with
-    kl_coef: NonNegativeFloat = 0.03  # reward taken off for each nat of log pi_old - log pi_ref of an answer
+    kl_coef: NonNegativeFloat = 0.03  # weight of the KL penalty in r_t, in rewards per nat
     advantage_normalization: bool = False  # divide advantages by the group's standard deviation
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout
-    mini_batch_size: PositiveInt = 16  # episodes of an optimiser step, of all processes
-    micro_batch_size: PositiveInt = 16  # episodes of a forward pass, of one process
+    mini_batch_size: PositiveInt = 16  # episodes per optimiser step, all processes together
+    micro_batch_size: PositiveInt = 16  # episodes per forward pass, in each process
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
     actor_learning_rate: NonNegativeFloat = 5e-4  # for the tiny default model; large ones take less: docs/models.md
     anneal_lr: bool = True  # lower the learning rate to 0 over the second half of the run
@@ -84,8 +82,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions. TeamEnv calls the last three through tasks.load_task, which hands each only what it names
-# (prompts, turns ...: docs/tasks.md), checks what it returns, and copies a team's one list of rewards for each agent.
+# A task is these functions, of which it needs formatters and reward_func. tasks.load_task wraps the last three: it
+# passes only arguments that they name (all: docs/tasks.md), checks results, repeats a team's rewards for each agent.
 
 
 def train_dataset(size, seed):
@@ -103,9 +101,10 @@ def formatters(item, agent):
 
 
 def reward_func(*completions, items):
-    """completions[i][j] is agent i's answer to items[j]. Returns rewards[j] of the team, or rewards[i][j] of agent i.
+    """completions[i][b] is agent i's answer to items[b]. Returns rewards[b] of the team, or rewards[i][b] of agent i.
 
-    Opposite: [r, [-x for x in r]]. Here: 0 to 3 points for lengths, words, subject of agents i and i + 1, their mean.
+    For two agents with opposite rewards return [r, [-x for x in r]]. Here the team gets the mean over pairs of agents
+    i and i + 1 of pair_reward: 0 to 3 points for lengths, different words, transition words and a common subject.
     """
     rewards = []
     for item, *texts in zip(items, *completions):
@@ -116,7 +115,7 @@ def reward_func(*completions, items):
 
 
 def external_transition(item, agent_completions):
-    """N next prompts after N answers to an item; of them agents read what is new. None: the episode ends, as here."""
+    """Returns N next prompts, or None: the end, as here. Where one repeats the chat, only what is new is read."""
     return None
 
 
@@ -130,7 +129,7 @@ class Agent:
         self.tokenizer = initial.tokenizer
         self.end_ids = initial.end_ids  # tokens that end an answer
         self.longest_prompt = initial.longest_prompt  # most tokens of a context that leaves room for max_new_tokens
-        self.reference = initial.policy  # frozen; the agents that start from one model share it
+        self.reference = initial.policy  # pi_ref, frozen; agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
 
         self.optimizer = models.adamw([self.actor], args.actor_learning_rate, args)
@@ -138,12 +137,13 @@ class Agent:
 
 
 class TeamEnv:
-    """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
+    """Plays B episodes of a task with N agents: in each turn all agents answer, then all are rewarded.
 
-    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. Agent i acts in
-    episode b if dict i has b, with messages or a string, and else waits. An episode in no dict has ended; end all
-    within --num-turns steps. If one agent has no room for an answer, b is in no later action, and earns no more.
-    Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
+    Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
+    observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
+    An episode in no observations has ended; nothing else ends one, so end all within --num-turns steps. Where an agent
+    has no room for an answer, b ends for all: it is in no later actions, its rewards are ignored. Optional: `failed`, a
+    set of episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -162,34 +162,33 @@ class TeamEnv:
         return self.observe(chats)
 
     def observe(self, chats):
-        """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
+        """Append {episode: N chats} to the histories; returns them as observations, N dicts {episode: chat}."""
         for b in chats:
             for own_history, chat in zip(self.histories[b], chats[b]):
                 own_history.append(chat)
         return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
-        """Score the actions of a turn, N dicts {episode: answer}.
+        """Play one turn, given the actions, N dicts {episode: answer}.
 
-        Returns the next observations; the rewards, N dicts {episode: float}, also of agents that wait; and the set of
-        episodes that it cuts: paid for this step and no more; what is observed there is read, not answered. Here: none.
+        Returns the next observations; the rewards, N dicts {episode: float}, also for agents that waited; and the set
+        of episodes that it cuts (here none): they keep this turn's rewards, and their new chats are not answered.
         """
         self.turn += 1
-        episodes = list(actions[0])  # those that go on; all agents act in them
-        for b in episodes:
-            for own_history, answers in zip(self.histories[b], actions):
-                own_history.append(answers[b])
-        items = [self.items[b] for b in episodes]
-        histories = [self.histories[b] for b in episodes]
-        completions = [list(answers.values()) for answers in actions]
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists, one per agent
+        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers} of those that go on
+        for b in answers:
+            for own_history, answer in zip(self.histories[b], answers[b]):
+                own_history.append(answer)
+        items, histories = [self.items[b] for b in answers], [self.histories[b] for b in answers]
+        completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists too
         next_chats = {}
-        for b, item, history in zip(episodes, items, histories):
-            if self.turn < self.args.num_turns:
-                chats = self.task.external_transition(item, [answers[b] for answers in actions], history=history)
-                if chats is not None:  # None: the episode ends
+        if self.turn < self.args.num_turns:
+            for b in answers:
+                chats = self.task.external_transition(self.items[b], answers[b], history=self.histories[b])
+                if chats is not None:
                     next_chats[b] = chats
-        return self.observe(next_chats), [dict(zip(episodes, own_rewards)) for own_rewards in rewards], set()
+        return self.observe(next_chats), [dict(zip(answers, own_rewards)) for own_rewards in rewards], set()
 
 
 # --- Rollouts ---------------------------------------------------------------------------------------------------------
@@ -201,9 +200,9 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # on an answer's last token, all that it earns until its next; else 0
+    rewards: list = field(default_factory=list)  # on an answer's last token: rewards until its next answer; else 0
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
-    earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
+    earned: dict = field(default_factory=dict)  # {turn: reward} of every turn, also of those in which others act
 
     def extend(self, ids, turn=0):
         self.ids += ids
@@ -219,10 +218,10 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding; for lengths
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
-    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
+    rewards: torch.Tensor  # [B, S] on an answer's last token: rewards until the next answer; else 0
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
-    truncated: torch.Tensor  # [B] True where the episode was cut; for metrics: learn takes a cut for an end
+    earned: list  # B dicts {turn: reward} of every turn; for metrics
+    truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
 
 
 @models.in_chunks_or_by_vllm  # called on --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM samples
@@ -255,46 +254,46 @@ def generate(agent, contexts, args, generator):
 
 @timed
 def play(agents, task, items, args, generator):
-    """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
+    """Play one episode for each of B items, which may repeat; returns N Rollouts, in all of which row b is episode b.
 
-    A transcript as turn 2 begins, in which the agents read each other's answers; c is what turn 1 has earned:
+    Example: a transcript at the start of turn 2, in a task that shows the other's answer; c is the reward of turn 1:
 
         ids      <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         turns    0      0      0           1   1      1     0      0   0       0      0
         rewards  0      0      0           0   0      c     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
-    transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
+    transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; `own` below: those of one agent
     observations = env.reset()
-    truncated = set()  # episodes that were cut, by the environment or for lack of room
+    truncated = set()  # cut episodes: ended by the environment, or because an agent had no room to answer
     turn = 0
-    with models.sampling(agents, args):  # gives vLLM the weights as they are now, and gathers those that are sharded
+    with models.sampling(agents, args):  # hands vLLM the current weights, gathers sharded ones
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat in its template, after an end token if the last answer lacks one, up to the model's limit
+                    # The chat template, after closing an answer without an end token; ids past the limit are dropped
                     own[b].extend(models.encode(chat, own[b].ids, agent))
-                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # the episode is cut for all agents, before anyone answers
+                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
+                        truncated.add(b)  # for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # after h_t; [] if it waits
-                texts = models.decode(sampled, agent, args)  # without special tokens
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                texts = models.decode(sampled, agent, args)  # without the end token
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):  # all episodes with observations are cut
+            if not any(actions):  # no episode goes on
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # then [-1] ends its latest answer: it has read nothing since
+                    if own[b].answers:  # its last token so far ends an answer: it has read nothing since
                         own[b].rewards[-1] += own_rewards[b]
-            truncated |= cut  # after they have earned in the turn in which the environment cuts
+            truncated |= cut  # only now: this turn's rewards still count
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
@@ -305,15 +304,15 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1]: column k holds, row by row, the sum of x [B, S] over the places where index [B, S] is k."""
+    """Returns [B, last + 1]: entry [b, k] is the sum of x[b] where index[b] == k. x and index are [B, S]."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi and H (entropy) of each sampled token, in its column, [M, S], else 0."""
+    """log pi and H (entropy), [M, S], 0 but on sampled tokens."""
     mask = rollout.mask[rows]
-    # Logits [n, vocabulary] that predict sampled tokens: logits[:, :-1][mask[:, 1:]] of a full pass, as column t - 1
-    # predicts token t. Columns after the last sampled token are not read. Padding is last, and needs no attention mask
+    # What precedes each sampled token: logits[:, :-1][mask[:, 1:]] of a full pass, of which only these n are computed.
+    # Padding is on the right, so a causal model needs no attention mask
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -351,10 +350,10 @@ def learn(agent, rollout, args, generator):
     mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
 
     # 1. A pass of actor and reference without gradients; step 4: of the actor with gradients, in every epoch
-    old_logprobs = torch.zeros_like(mask)  # computed here, not kept from sampling; for the KL penalty, or a ratio
+    old_logprobs = torch.zeros_like(mask)  # not kept from sampling; for the KL penalty, and a ratio if any
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: short passes
+        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
             old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
 
@@ -370,12 +369,12 @@ def learn(agent, rollout, args, generator):
     advantages = group_advantages(returns, acted, args)
 
     # 4. Optimiser steps
-    losses = []
+    losses = []  # of micro-batches; those of a mini-batch add up to its loss
     for _ in range(args.update_epochs):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Per-process counts: gradients are averaged over processes, so sum / mean count becomes total / total count
+            # Each process divides by the mean count; the averaged gradient is then that of total sum / total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -392,7 +391,7 @@ def learn(agent, rollout, args, generator):
             agent.optimizer.zero_grad()
     agent.schedule.step()
 
-    # 5. Metrics; run.log averages over processes. Losses, entropy: means over optimiser steps; grad_norm: of the last
+    # 5. Metrics: means over optimiser steps (grad_norm: of the last); run.log takes the means over processes
     policy_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
@@ -408,7 +407,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean of what an episode earns, over agents (so 0 if opposite) and held-out items in which any acts; one seed."""
+    """Mean over held-out episodes with any answer of the mean of the agents' returns; the same seed every time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -420,17 +419,17 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     """
     args = args or Args()
     distributed.start(args)
-    initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
+    initials = models.load(args, model, tokenizer)  # per agent: its tokenizer, and its frozen model once used
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: task's own
-    batches = tasks.shuffled_batches(train_items, args)  # [update]: its rollout_buffer_size / num_generations items
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # drops long prompts
+    batches = tasks.shuffled_batches(train_items, args)  # [update]: its items, before num_generations repeats them
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
 
-    with run.start(agents, generator):  # resumes; saves by --save-interval, and when it ends or is stopped
+    with run.start(agents, generator):  # saves them and the random state (--save-interval, the end); resumes
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

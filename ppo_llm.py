@@ -1,38 +1,38 @@
 """PPO for language models on LoRA adapters: one agent or a team on one base, one turn or many, in one file.
 
 Each agent has its own actor and critic: adapters on a base that agents share (--lora-rank 0: whole models). With
---no-use-separate-critic the critic is a head on the actor, whose loss trains the actor too. h_t is all that an agent
-has read and written before it samples a_t, its action, a token of turn k:
+--no-use-separate-critic the critic is a value head on the actor, and the critic's loss trains the actor too. a_t is an
+agent's t-th action, a token that it samples in a turn k, and h_t is all that it has read and written before a_t:
 
-    r_t     = what it earns from a_t until its next action   --reward-normalization: / std of an episode's sum of r
-    m_k     = mean of what it earns from turn k on     undiscounted, over the rollout's episodes where it acts in turn k
-    V(h_t)  = critic(h_t) + m_k                        m_k is an addition to PPO: the critic learns what is left
-    delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next action
+    r_t     = its rewards from a_t until a_{t+1}       --reward-normalization divides them by the std of episodes' sums
+    m_k     = mean, over the rollout's episodes in which it acts in turn k, of its undiscounted sum of r from turn k on
+    V(h_t)  = critic(h_t) + m_k                        m_k is not in PPO and not trained: the critic learns what is left
+    delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t counts its actions through all turns
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
-    rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t)
+    rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t),  eps = clip_coef
     actor     minimises  mean of  max(-A' rho, -A' clip(rho, 1 - eps, 1 + eps)) + kl_loss_coef (exp(d) - d - 1)
                                   - entropy_coef H(pi(.|h_t))
     critic    minimises  mean of  value_loss_coef / 2 max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
-                                  R_t = A_t + V_old(h_t), V_clip: V(h_t) within eps of V_old(h_t)
+                                  R_t = A_t + V_old(h_t), V_clip = V_old(h_t) + clip(V(h_t) - V_old(h_t), -eps, eps)
 
-Old:   pi_old, V_old, m, A and R are from before the optimiser steps; pi_ref is the reference.
-End:   after its last action, of turn k, V_old = 0. If the episode is cut, by its environment or for lack of room, it is
-       critic(all read and written) + mean of what it earns from its next action on, in episodes that have one, or m_k.
-A':    (A - mean) / s over the rollout's actions, s = max(std, 0.98 s of the last update), which is not in PPO either;
-       A without --advantage-normalization.
-Means: over a mini-batch; max(...), KL and H over its sampled tokens, the critic's over its actions.
-Turns: with --action-granularity turn an action is an answer in r, V, delta and A, and its tokens all have its A', while
-       rho, d and H stay those of tokens; its V is that of its first token, unless --turn-value-reduction says
-       otherwise. With --turn-level-clip rho is the product over an answer's tokens, max(...) of answers.
+Old:   pi_old, V_old, m, A' and R are computed once per rollout; pi_ref is the initial policy or an older actor.
+End:   V_old = 0 after its last action, in turn k. If the episode was cut, by its environment or for lack of room, V_old
+       is critic(all read and written) + m_after, the mean sum of r from its next action on: see mean_rewards_to_go.
+A':    (A - mean) / s, with mean and std over the rollout's actions, s = max(std, 0.98 * s of the previous update). This
+       slow s is not in PPO. Without --advantage-normalization A' = A.
+Means: of the actor's loss over a mini-batch's sampled tokens, of the critic's over a mini-batch's actions.
+Turns: with --action-granularity turn a whole answer is one action: r, V, delta, A and R are per answer, and all its
+       tokens have its A', while rho, d and H stay per token. V of an answer is that of its first token, unless
+       --turn-value-reduction says otherwise. With --turn-level-clip an answer has one rho, the product over its tokens.
 
     python ppo_llm.py                                                                      guess a number
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
     torchrun --nproc-per-node 2 ppo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --actor-learning-rate 5e-4
 
-log pi is of logits / temperature, without --top-p or penalties. Models stay in eval mode; --lora-dropout acts in passes
-with gradients only. With torchrun each process plays a share of the episodes; means and gradients are over all.
-Shapes: N agents, B episodes of one process (in self-play times the agent's seats), S tokens of the longest transcript
-and one more, padded on the right, n of them read for V or log pi in M rows, T turns, D units of a hidden state.
+log pi and H use logits / temperature; --top-p, --top-k, --min-p and penalties act in sampling only. Models stay in eval
+mode, but --lora-dropout is on in passes with gradients. torchrun splits the episodes; means and gradients are over all.
+Shapes: N agents; B rows per process, one per episode, in self-play one per episode and seat of the agent; S columns of
+tokens, the last of them all padding; T last turn. A forward pass has M of the B rows, n tokens in them, hidden size D.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
 """
 
@@ -47,48 +47,46 @@ from torch.nn.functional import pad
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import Fraction, command_line, flags, needs, not_with  # needs(x): only with x; not_with(x): only without
+from utils.cli import Fraction, command_line, flags, needs, not_with  # not_with("x=1"): an error where x is 1
 from utils.clock import timed
-from utils.envs.guess import guess_value, optimum  # noqa: F401  optimum: a line of the plot; drop it with this reward
+from utils.envs.guess import guess_value, optimum  # noqa: F401  optimum: best score, plotted; drop it if rewards change
 from utils.opponents import make_opponents
 from utils.run import FolderArgs, Run
 
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; comments are the help. needs(x): refused without x. Inherited: task, folder, models, AdamW, sampling."""
+    """Flags; the comments are the help. needs("x"): an error where x is off. The base classes have more: see --help."""
 
-    seed: NonNegativeInt = 1  # the same seed and number of processes give the same run; on a GPU with --deterministic
+    seed: NonNegativeInt = 1  # same seed, same number of processes: same run (on a GPU only with --deterministic)
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1  # agents of the team, or players of --env
-    self_play: bool = not_with("num_agents=1", default=False)  # one agent in all seats, which learns from all
-    # earlier copies to keep, which fill all seats but one, drawn anew in each update; the learner's seat rotates
+    self_play: bool = not_with("num_agents=1", default=False)  # one agent in every seat; with opponents, in one of them
+    # how many earlier copies to keep: each update draws from them for all seats but the learner's, which rotates
     opponents: NonNegativeInt = needs("self_play", default=0)
-    opponent_interval: PositiveInt = needs("opponents", default=10)  # updates between copies; the oldest leaves
+    opponent_interval: PositiveInt = needs("opponents", default=10)  # updates until the next copy replaces the oldest
     opponent_run: str | None = needs("self_play")  # folder of another run, whose final agents are the opponents
-    use_separate_critic: bool = True  # a critic has adapters, or a model, of its own; else a value head on the actor
+    use_separate_critic: bool = True  # the critic has its own adapters or model; else it is a value head on the actor
     lora_rank: NonNegativeInt = 16  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     use_separate_reference_adapter: bool = True  # the reference has adapters of its own; else it is the initial model
-    # updates between copies of the actor to the reference; 0: never
+    # every so many updates the actor is copied to the reference; 0: never
     reference_update_interval: NonNegativeInt = needs("use_separate_reference_adapter", default=0)
     num_train_epochs: PositiveInt = 3  # passes over the training set
-    max_episodes: PositiveInt | None = None  # ends the run with the update that reaches as many, of all processes
+    max_episodes: PositiveInt | None = None  # stop after the update that reaches this many, all processes together
     eval_interval: NonNegativeInt = 25  # updates between evaluations, also after the first and last; 0: none
 
     # Rollouts
-    rollout_buffer_size: PositiveInt = 64  # episodes of an update, in all processes together
-    num_generations: PositiveInt = 1  # episodes per item, neighbouring rows; not compared with each other
-    num_turns: PositiveInt = 6  # longest episode, in steps of the environment
+    rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
+    num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
+    num_turns: PositiveInt = 6  # most environment steps per episode
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
-    top_p: Fraction = needs("do_sample", default=1.0)  # nucleus sampling
-    top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
 
     # Advantages
     # what is an action; auto: a turn if --num-turns is above 1, else a token
     action_granularity: Literal["token", "turn", "auto"] = "token"
-    # V of an answer: of its first token, which has read none of it; mean over its tokens, or last: A is biased then
+    # V of an answer: V before its first token, or the mean over its tokens, or V before its last; the last two bias A
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(
         "action_granularity=token", "action_granularity=auto&num_turns=1", default="first_value"
     )
@@ -96,38 +94,38 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     gae_lambda: Fraction = 0.85  # 0.95 for long answers in one turn
     reward_normalization: bool = False  # divide rewards by the standard deviation of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
-    turn_baseline: bool = True  # m_k is of each turn; else one mean over all turns
+    turn_baseline: bool = True  # one m_k per turn; else a single mean over all turns
     advantage_normalization: bool = True  # centre and scale advantages over the rollout's actions
 
     # Optimisation
     update_epochs: PositiveInt = 2  # passes over a rollout
-    clip_coef: PositiveFloat = 0.2  # eps, of the ratio, and of V in units of (normalised) reward
-    # the ratio of a turn, not of a token
+    clip_coef: PositiveFloat = 0.2  # eps of both clips: the ratio's around 1; V's around V_old, in (normalised) rewards
+    # one ratio per turn, the product over its tokens, is clipped; else one per token
     turn_level_clip: bool = not_with("action_granularity=token", "action_granularity=auto&num_turns=1", default=False)
     kl_loss_coef: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference
-    mini_batch_size: PositiveInt = 16  # transcripts of an optimiser step, of all processes (in self-play N an episode)
-    micro_batch_size: PositiveInt = 16  # transcripts of a forward pass, of one process
+    mini_batch_size: PositiveInt = 16  # transcripts per optimiser step, all processes (one per episode and own seat)
+    micro_batch_size: PositiveInt = 16  # transcripts per forward pass, in each process
     entropy_coef: NonNegativeFloat = 0.0  # weight of the mean entropy, in nats per token
-    entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # where its line over the run ends
+    entropy_coef_end: NonNegativeFloat | None = needs("entropy_coef")  # entropy_coef nears it, linearly over the run
     value_loss_coef: NonNegativeFloat = 0.5  # weight of the critic's loss
     actor_learning_rate: NonNegativeFloat = 3e-3  # for the tiny default model; large ones take less: docs/models.md
     critic_learning_rate: NonNegativeFloat = 3e-3  # of critics and value heads
     cosine_lr_schedule: bool = True  # lower the learning rates to 0 along a cosine
-    warmup_proportion: Fraction = 0.0  # share of the updates over which they rise first
+    warmup_proportion: Fraction = 0.0  # share of the updates in which the learning rates first rise
     max_grad_norm: PositiveFloat = 0.5  # clip of the norm of each optimiser's gradient
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# Without --task and --env play gets a utils.envs.Games, a TeamEnv of B of these; truncated=True cuts an episode. The
-# class TeamEnv is for tasks, whose functions (docs/tasks.md) may take less than it gives: reward_func(*completions).
+# An Env plays one episode. `play` gets B of them as a utils.envs.Games, with TeamEnv's methods; truncated=True cuts an
+# episode. TeamEnv itself plays tasks, whose functions are passed only the arguments they name: docs/tasks.md.
 
 
 class Env:
     """A game of guessing a secret number, uniform from 1 to 16, with Gymnasium's reset and step on text.
 
-    A guess earns half its probability to be right, plus half of the share of all 4 bits that it tells on average (see
-    guess_value): luck is not paid. Each after the first costs 1/6; the sixth is the last. An answer that is no number
-    of one to three digits ends the game with -1.
+    A guess earns its expected worth, so that luck is not paid: half the probability that it is right, plus half its
+    expected information as a share of 4 bits (see guess_value). Each guess after the first costs 1/6, and the sixth is
+    the last. An answer that is not a number of one to three digits ends the game with -1.
     """
 
     def reset(self, seed=None):
@@ -145,7 +143,7 @@ class Env:
         if not (answer.isascii() and answer.isdigit() and len(answer) <= 3):
             return "not a number", -1.0, True, False, {}
         guess = int(answer)
-        reward = guess_value(self.low, guess, self.high)  # (probability to be right + expected bits / 4) / 2
+        reward = guess_value(self.low, guess, self.high)  # (P(right) + expected bits / 4) / 2
         if self.num_guesses > 1:
             reward -= 1 / 6
         if guess == self.secret:
@@ -163,7 +161,7 @@ class Env:
 
 
 class Agent:
-    """An actor, a reference, which no optimiser changes, a critic (a head, and its own model if any), optimisers."""
+    """An actor, a reference (pi_ref), a critic (a value head on the actor or on a critic model), two optimisers."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -173,23 +171,24 @@ class Agent:
         own_reference = args.use_separate_reference_adapter
         self.reference = initial.frozen_copy(f"agent_{i}_reference") if own_reference else initial.policy
         self.critic = initial.trainable_critic(f"agent_{i}_critic") if args.use_separate_critic else None
-        self.value_head = models.ValueHead(self.critic or self.actor, args)  # hidden states [n, D] to [n]; 0 at first
+        self.value_head = models.ValueHead(self.critic or self.actor, args)  # [n, D] to [n]; 0 at first
         self.optimizers = [
             models.adamw([self.actor], args.actor_learning_rate, args),
-            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # the critic may be None
+            models.adamw([self.value_head, self.critic], args.critic_learning_rate, args),  # skips a critic of None
         ]
         self.schedules = [models.lr_schedule(optimizer, num_updates, args) for optimizer in self.optimizers]
-        self.state = {"std": 0.0}  # the last divisor of advantages; what is in here is saved with the run
+        self.state = {"std": 0.0}  # the last update's s, which scales A'; saved in checkpoints
         self.num_updates = num_updates
 
 
 class TeamEnv:
-    """A task as an environment of N players in B episodes: here all agents act in each turn, then all earn.
+    """Plays B episodes of a task with N agents: in each turn all agents answer, then all are rewarded.
 
-    Your own: --env FILE.py with a class TeamEnv of this __init__, where an item is {"seed": int}. Agent i acts in
-    episode b if dict i has b, with messages or a string, and else waits. An episode in no dict has ended; end all
-    within --num-turns steps. If one agent has no room for an answer, b is in no later action, and earns no more.
-    Optional: `failed`, a set of episodes to learn nothing from. Two agents that act in turn, with opposite rewards:
+    Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
+    observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
+    An episode in no observations has ended; nothing else ends one, so end all within --num-turns steps. Where an agent
+    has no room for an answer, b ends for all: it is in no later actions, its rewards are ignored. Optional: `failed`, a
+    set of episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -208,34 +207,33 @@ class TeamEnv:
         return self.observe(chats)
 
     def observe(self, chats):
-        """Add {episode: N chats} to the histories; returns them as N dicts, one for each agent."""
+        """Append {episode: N chats} to the histories; returns them as observations, N dicts {episode: chat}."""
         for b in chats:
             for own_history, chat in zip(self.histories[b], chats[b]):
                 own_history.append(chat)
         return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
 
     def step(self, actions):
-        """Score the actions of a turn, N dicts {episode: answer}.
+        """Play one turn, given the actions, N dicts {episode: answer}.
 
-        Returns the next observations; the rewards, N dicts {episode: float}, also of agents that wait; and the set of
-        episodes that it cuts: paid for this step and no more; what is observed there is read, not answered. Here: none.
+        Returns the next observations; the rewards, N dicts {episode: float}, also for agents that waited; and the set
+        of episodes that it cuts (here none): they keep this turn's rewards, and their new chats are not answered.
         """
         self.turn += 1
-        episodes = list(actions[0])  # those that go on; all agents act in them
-        for b in episodes:
-            for own_history, answers in zip(self.histories[b], actions):
-                own_history.append(answers[b])
-        items = [self.items[b] for b in episodes]
-        histories = [self.histories[b] for b in episodes]
-        completions = [list(answers.values()) for answers in actions]
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists, one per agent
+        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers} of those that go on
+        for b in answers:
+            for own_history, answer in zip(self.histories[b], answers[b]):
+                own_history.append(answer)
+        items, histories = [self.items[b] for b in answers], [self.histories[b] for b in answers]
+        completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists too
         next_chats = {}
-        for b, item, history in zip(episodes, items, histories):
-            if self.turn < self.args.num_turns:
-                chats = self.task.external_transition(item, [answers[b] for answers in actions], history=history)
-                if chats is not None:  # None: the episode ends
+        if self.turn < self.args.num_turns:
+            for b in answers:
+                chats = self.task.external_transition(self.items[b], answers[b], history=self.histories[b])
+                if chats is not None:
                     next_chats[b] = chats
-        return self.observe(next_chats), [dict(zip(episodes, own_rewards)) for own_rewards in rewards], set()
+        return self.observe(next_chats), [dict(zip(answers, own_rewards)) for own_rewards in rewards], set()
 
 
 # --- Rollouts ---------------------------------------------------------------------------------------------------------
@@ -247,9 +245,9 @@ class Transcript:
 
     ids: list = field(default_factory=list)
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
-    rewards: list = field(default_factory=list)  # on an answer's last token, all that it earns until its next; else 0
+    rewards: list = field(default_factory=list)  # on an answer's last token: rewards until its next answer; else 0
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
-    earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others acted
+    earned: dict = field(default_factory=dict)  # {turn: reward} of every turn, also of those in which others act
 
     def extend(self, ids, turn=0):
         self.ids += ids
@@ -265,9 +263,9 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding; for lengths
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
-    rewards: torch.Tensor  # [B, S] on an answer's last token, all that is earned from it until the next
+    rewards: torch.Tensor  # [B, S] on an answer's last token: rewards until the next answer; else 0
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others acted; for metrics
+    earned: list  # B dicts {turn: reward} of every turn; for metrics
     truncated: torch.Tensor  # [B] True where the episode was cut
 
 
@@ -301,46 +299,46 @@ def generate(agent, contexts, args, generator):
 
 @timed
 def play(agents, task, items, args, generator):
-    """Play an episode of each of B items, some alike; returns each agent's Rollout. Episode b is row b of every agent.
+    """Play one episode for each of B items, which may repeat; returns N Rollouts, in all of which row b is episode b.
 
-    A transcript as turn 2 begins, in which the agents read each other's answers; c is what turn 1 has earned:
+    Example: a transcript at the start of turn 2, in a task that shows the other's answer; c is the reward of turn 1:
 
         ids      <user> prompt <assistant> own answer <end> <user> the other's answer <assistant>
         turns    0      0      0           1   1      1     0      0   0       0      0
         rewards  0      0      0           0   0      c     0      0   0       0      0
     """
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
-    transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; below, `own` are those of one agent
+    transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; `own` below: those of one agent
     observations = env.reset()
-    truncated = set()  # episodes that were cut, by the environment or for lack of room
+    truncated = set()  # cut episodes: ended by the environment, or because an agent had no room to answer
     turn = 0
-    with models.sampling(agents, args):  # gives vLLM the weights as they are now, and gathers those that are sharded
+    with models.sampling(agents, args):  # hands vLLM the current weights, gathers sharded ones
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat in its template, after an end token if the last answer lacks one, up to the model's limit
+                    # The chat template, after closing an answer without an end token; ids past the limit are dropped
                     own[b].extend(models.encode(chat, own[b].ids, agent))
-                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer:
-                        truncated.add(b)  # the episode is cut for all agents, before anyone answers
+                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
+                        truncated.add(b)  # for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
-                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)  # after h_t; [] if it waits
-                texts = models.decode(sampled, agent, args)  # without special tokens
+                sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
+                texts = models.decode(sampled, agent, args)  # without the end token
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
                 actions.append(dict(zip(episodes, texts)))
-            if not any(actions):  # all episodes with observations are cut
+            if not any(actions):  # no episode goes on
                 break
             observations, rewards, cut = env.step(actions)
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # then [-1] ends its latest answer: it has read nothing since
+                    if own[b].answers:  # its last token so far ends an answer: it has read nothing since
                         own[b].rewards[-1] += own_rewards[b]
-            truncated |= cut  # after they have earned in the turn in which the environment cuts
+            truncated |= cut  # only now: this turn's rewards still count
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
         for own in transcripts:
             own[b] = Transcript()
@@ -351,18 +349,18 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1]: column k holds, row by row, the sum of x [B, S] over the places where index [B, S] is k."""
+    """Returns [B, last + 1]: entry [b, k] is the sum of x[b] where index[b] == k. x and index are [B, S]."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, places, rows, args):
     """log pi(a_t|h_t) and the entropy of pi(.|h_t), [M, S], and the hidden states they come from, [n, D].
 
-    They are computed at the n `places` [B, S] of these rows that are True. Elsewhere they are 0.
+    `places` [B, S] is True where they are wanted, n times in the M rows; elsewhere the first two are 0.
     """
     places = places[rows]
-    # For a place in column t the logits, [n, vocabulary], and hidden states, [n, D], of column t - 1, which predict
-    # token t: a full pass's logits[:, :-1][places[:, 1:]], the only ones computed
+    # out.logits [n, vocabulary] are logits[:, :-1][places[:, 1:]] of a full pass: column t - 1 predicts token t. With
+    # the padding on the right a causal model needs no attention mask
     out = policy.read(rollout.ids[rows], before=places)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][places])
@@ -370,19 +368,19 @@ def policy_forward(policy, rollout, places, rows, args):
     return models.unflatten(logprobs, places), models.unflatten(entropy, places), out.hidden_states
 
 
-def critic_forward(agent, rollout, places, rows, hidden_states):
-    """critic(h_t) = V(h_t) - m_k there, [M, S], else 0: from the actor's hidden_states, or from the critic's own."""
+def critic_forward(agent, rollout, places, rows, hidden_states, m):
+    """V(h_t) = critic(h_t) + m, [M, S]; m alone where `places` is False. hidden_states [n, D] are the actor's."""
     places = places[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], before=places).hidden_states
-    return models.unflatten(agent.value_head(hidden_states), places)
+    return models.unflatten(agent.value_head(hidden_states), places) + m[rows]
 
 
 def gae(rewards, values, mask, is_cut_end, gamma, gae_lambda):
     """Generalised advantage estimation along each row; columns with mask 0 are skipped, and V = 0 after the last.
 
-    A cut end has a V, which is the next value of what stands before it. All tensors are [B, S]. Returns (advantages,
-    returns), with returns = A + V the critic's targets; both are 0 where mask is 0.
+    In a row with a cut end V after the last is values there, not 0. All tensors are [B, S]. Returns (advantages,
+    returns), where returns = A + V are the critic's targets; both are 0 where mask is 0.
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
@@ -398,20 +396,20 @@ def gae(rewards, values, mask, is_cut_end, gamma, gae_lambda):
 def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     """m [B, S], the part of V that is not the critic's: m_k on the tokens of turn k, m_after at a cut end, 0 elsewhere.
 
-    m_k: what is earned from turn k on, a mean over the episodes, own one included, in which the agent acts in turn k.
-    m_after, of its last turn k: what is earned from its next action on (not before it, when others act), a mean over
-    episodes in which it acts in turn k and again; m_k if there are none. --no-turn-baseline: both are one mean, over
-    all turns. In self-play with seats that move one after the other a turn is of one seat, and so is its m_k.
+    m_k: mean sum of rewards from turn k on, over episodes (the row's own included) in which the agent acts in turn k.
+    m_after, k being the row's last turn: mean sum of rewards from the agent's next turn on, over the episodes in which
+    it acts in turn k and again later; m_k if there are none. With --no-turn-baseline both are one mean over all turns
+    and episodes. In self-play where seats move one after the other, one seat acts in turn k, and m_k is that seat's.
     """
     last_turn = distributed.max(turns)  # T
-    acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: in turn k
+    acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: acted in turn k
     rewards_to_go = sum_by(turns, rewards, last_turn).flip(1).cumsum(1).flip(1)  # [B, T + 1] earned from turn k on
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
     own_last_turn = turns.amax(1, keepdim=True)  # [B, 1]
     acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)  # in turn k and later
     rewards_after = pad(rewards_to_go[:, 1:], (0, 1))  # [B, T + 1] earned from its first action after turn k on
     m_after = distributed.masked_mean(rewards_after, acts_again, dim=0)
-    any_acts_again = distributed.masked_mean(acts_again, acted, dim=0) > 0  # [T + 1] in any process
+    any_acts_again = distributed.sum(acts_again.sum(0)) > 0  # [T + 1] in any episode, of any process
     m_after = m_after.where(any_acts_again, m)
     if not args.turn_baseline:
         m = m_after = distributed.masked_mean(rewards_to_go, acted).expand_as(m)
@@ -424,68 +422,68 @@ def learn(agent, rollout, args, generator):
     mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
     lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    last_column = mask.shape[1] - 1
+    last_column = mask.shape[1] - 1  # padding in all rows
 
-    # 1. Actions: tokens, or turns, each in the column of its last token, where what it earns stands
+    # 1. Actions: tokens or turns. What there is one of per action (r, V, A, R) stands in its last token's column
     if args.action_granularity == "token" or (args.action_granularity == "auto" and args.num_turns == 1):
-        action_column = columns  # [B, S] of each sampled token: the column in which its action stands
-        action_mask = value_weights = mask
+        action_column = columns  # [B, S] for each sampled token, the column of its action
+        action_mask = value_weights = mask  # [B, S] 1 where an action stands; a token's weight in V of its action
     else:
         is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
-        is_last = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))  # on the last
-        ends = columns.where(is_last > 0, last_column)  # on a turn's last token its own column, elsewhere S - 1
-        action_column = ends.flip(1).cummin(1).values.flip(1)  # of turns 0 1 1 0 2 2 0: 2 2 2 5 5 5 6
-        action_mask = is_last
+        action_mask = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))  # on the last
+        ends = columns.where(action_mask > 0, last_column)  # on a turn's last token its own column, elsewhere S - 1
+        action_column = ends.flip(1).cummin(1).values.flip(1)  # the next end: of turns 0 1 1 0 2 2 0: 2 2 2 5 5 5 6
         tokens_of_turn = sum_by(action_column, mask, last_column).gather(1, action_column).clamp(min=1)
-        reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": is_last}
-        value_weights = reductions[args.turn_value_reduction]  # [B, S] weight of a token's V in V of its turn
+        reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": action_mask}
+        value_weights = reductions[args.turn_value_reduction]
 
-    # 2. Cut episodes: V of all that was read and written, in the column behind it. Steps 4 and 5 read it
-    was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] of episodes in which the agent acted
-    is_cut_end = was_cut[:, None] & (columns == lengths[:, None])  # pad_right leaves a column behind the longest
-    places = rollout.mask | is_cut_end  # [B, S] sampled tokens and cut ends: what step 4 reads
+    # 2. Cut episodes: V after all that was read and written stands at the cut end, a row's first column of padding
+    was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] only where the agent acted
+    is_cut_end = was_cut[:, None] & (columns == lengths[:, None])  # [B, S]; pad_right pads even the longest row
+    places = rollout.mask | is_cut_end  # [B, S] where step 4 computes V: at sampled tokens and cut ends
 
     # 3. Rewards, and m_k, the mean of what is still earned from turn k on. The critic learns what is left
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
-    m = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + m; zeros: plain PPO
+    m = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + m; with m = 0: plain PPO
 
-    # 4. Log-probabilities, not the sampler's (with --top-p or vLLM they differ), and values before the update: a pass
-    #    without gradients of actor, critic model, and reference if there is a KL loss. Step 6: actor, critic each epoch
+    # 4. Log-probabilities and values before the update, without gradients: actor, critic model and, for a KL loss, the
+    #    reference read the rollout once. The sampler's own log-probabilities differ, with --top-p or vLLM
     old_logprobs = torch.zeros_like(mask)
     ref_logprobs = torch.zeros_like(mask)
-    token_values = torch.zeros_like(mask)
+    old_token_values = torch.zeros_like(mask)
     with torch.no_grad():
-        for rows in lengths.argsort().split(args.micro_batch_size):  # by length: read leaves out columns of padding
+        for rows in lengths.argsort().split(args.micro_batch_size):  # by length: less padding
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, places, rows, args)
             if args.kl_loss_coef > 0:
                 ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rollout.mask, rows, args)
-            token_values[rows] = m[rows] + critic_forward(agent, rollout, places, rows, hidden_states)
-    old_logprobs = old_logprobs.where(rollout.mask, 0.0)  # a cut end is no sampled token
-    old_values = sum_by(action_column, token_values * value_weights, last_column) + token_values * is_cut_end
+            old_token_values[rows] = critic_forward(agent, rollout, places, rows, hidden_states, m)
+    old_logprobs = old_logprobs.where(rollout.mask, 0.0)  # drops the padding token's, at a cut end
+    # [B, S] V of actions, in their columns, and V at cut ends; 0 elsewhere
+    old_values = sum_by(action_column, old_token_values * value_weights, last_column) + old_token_values * is_cut_end
 
-    # 5. Advantages, and returns, the critic's targets, in the columns of actions. Another algorithm puts its own here;
-    #    one without a critic has returns = old_values (explained_variance says 1 then), and --value-loss-coef 0
+    # 5. Advantages, and returns, the critic's targets, in the columns of actions. Another algorithm puts its own here.
+    #    Without a critic: returns = old_values and --value-loss-coef 0; the metric explained_variance is 1 then
     advantages, returns = gae(rewards, old_values, action_mask, is_cut_end, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # slow to fall: a tiny std would amplify noise
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
-    advantages = advantages.gather(1, action_column)  # now on each sampled token, its action's; masks hide the rest
+    advantages = advantages.gather(1, action_column)  # [B, S] each sampled token has its action's; masks hide the rest
 
     # 6. Optimiser steps
     entropy_coef = args.entropy_coef
-    if args.entropy_coef_end is not None:  # last_epoch: updates so far
+    if args.entropy_coef_end is not None:  # last_epoch: updates done
         entropy_coef += (args.entropy_coef_end - entropy_coef) * agent.schedules[0].last_epoch / agent.num_updates
-    ratio_mask = action_mask if args.turn_level_clip else mask  # a ratio is of a turn, or of a token
-    losses = []
+    ratio_mask = action_mask if args.turn_level_clip else mask  # [B, S] 1 on what has a ratio: turns, or tokens
+    losses = []  # of micro-batches; those of a mini-batch add up to its loss
     for _ in range(args.update_epochs):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Per-process counts: gradients are averaged over processes, so sum / mean count becomes total / total count
+            # Each process divides by the mean count; the averaged gradient is then that of total sum / total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
@@ -505,8 +503,8 @@ def learn(agent, rollout, args, generator):
                     kl_loss = ((d.exp() - d - 1) * mask[rows]).sum() / num_tokens
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
 
-                values = m[rows] + critic_forward(agent, rollout, rollout.mask, rows, hidden_states)
-                values = sum_by(action_column[rows], values * value_weights[rows], last_column)
+                token_values = critic_forward(agent, rollout, rollout.mask, rows, hidden_states, m)
+                values = sum_by(action_column[rows], token_values * value_weights[rows], last_column)  # of actions
                 change = (values - old_values[rows]).clamp(-args.clip_coef, args.clip_coef)
                 clipped_values = old_values[rows] + change
                 error = torch.max((values - returns[rows]) ** 2, (clipped_values - returns[rows]) ** 2)
@@ -525,7 +523,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 7. Metrics; run.log averages over processes. The five in `losses`: means over the steps; grad_norm: of the last
+    # 7. Metrics: the five in `losses` are means over optimiser steps; run.log takes the means over processes
     losses = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     policy_loss, value_loss, entropy, kl_loss, clip_fraction = losses
     metrics = {
@@ -548,7 +546,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean of what an episode earns, over agents (so 0 if opposite) and held-out items in which any acts; one seed."""
+    """Mean over held-out episodes with any answer of the mean of the agents' returns; the same seed every time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -560,19 +558,19 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     """
     args = args or Args()
     distributed.start(args)
-    initials = models.load(args, model, tokenizer)  # of each agent: its model, frozen, and its tokenizer
-    task = tasks.load_task(task, args, default=sys.modules[__name__])  # Env in this file, as a TeamEnv
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # None: task's own
-    batches = tasks.shuffled_batches(train_items, args)  # [update]: its rollout_buffer_size / num_generations items
+    initials = models.load(args, model, tokenizer)  # per agent: its tokenizer, and its frozen model once used
+    task = tasks.load_task(task, args, default=sys.modules[__name__])  # default: this file's Env
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # drops long prompts
+    batches = tasks.shuffled_batches(train_items, args)  # [update]: its items, before num_generations repeats them
     run = Run(args, __file__, task, batches)
 
     set_seed(args.seed)
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
-    players = agents * (args.num_agents // len(agents))  # --self-play: the one agent, once for each seat
-    opponents = make_opponents(agents[0], initials[0], args)  # None: players have all seats
+    players = agents * (args.num_agents // len(agents))  # one per seat; with --self-play the one agent in all
+    opponents = make_opponents(agents[0], initials[0], args)  # None: no opponents, the players take all seats
 
-    with run.start(agents, generator):  # resumes; saves by --save-interval, and when it ends or is stopped
+    with run.start(agents, generator):  # saves them and the random state (--save-interval, the end); resumes
         for update in run.updates():
             for agent in agents:
                 if update and args.reference_update_interval and update % args.reference_update_interval == 0:
@@ -580,7 +578,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             seats = opponents.seats(update) if opponents else players
             rollouts = play(seats, task, items, args, generator)
-            own_rollouts = models.join_rollouts(agents, seats, rollouts)  # an agent's has its seats' rows, in order
+            own_rollouts = models.join_rollouts(agents, seats, rollouts)  # per agent: the rows of all its seats
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, own_rollouts)]
             if opponents:
                 metrics[0] |= opponents.metrics(update, rollouts)

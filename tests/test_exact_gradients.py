@@ -374,7 +374,10 @@ def learn(script, num_turns, values, folder, **flags):
         own_values = values_of(team.agents.index(learner) if learner in team.agents else None)[rows]
         if script is iac_llm:
             own_values = of_turns(own_values, rollout.turns[rows], num_turns)
-        return own_values + 0 * learner.value_head[-1].bias  # it has a gradient, of 0
+        m = arguments[-1]
+        if script in (ippo_llm, ppo_llm):
+            m = m[rows] if script is ppo_llm else m[rollout.turns[rows]]
+        return own_values + m + 0 * learner.value_head[-1].bias  # it has a gradient, of 0
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "Run", lambda *_: team)

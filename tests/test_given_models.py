@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from helpers import build_model
+from safetensors.torch import load_file
 from short_runs import FLAGS, SCRIPTS, make_task, reward_length, train
 from teams import IDS, logits_of, make_args, make_team
 from transformers import (
@@ -226,6 +227,36 @@ def test_what_fails_at_a_checkpoint_loses_no_agents(monkeypatch, tmp_path):
         read = AutoModelForCausalLM.from_pretrained(tmp_path / f"run/agent_{i}")
         assert torch.equal(read(IDS).logits, agent.actor.model(IDS).logits)
         assert not torch.equal(read(IDS).logits, agent.reference.model(IDS).logits)
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, hidden_states):
+        return self.first(hidden_states)
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_module_that_no_checkpoint_would_have_is_one_line(is_saved, monkeypatch, tmp_path):
+    class Agent(ippo_llm.Agent):
+        def __init__(self, i, initial, num_updates, args):
+            super().__init__(i, initial, num_updates, args)
+            both = TwoHeads(self.value_head, torch.nn.Linear(3, 1))
+            self.optimizers[1] = models.adamw([both], args.critic_learning_rate, args)
+            self.schedules[1] = models.lr_schedule(self.optimizers[1], num_updates, args)
+            if is_saved:
+                self.value_head = both
+
+    monkeypatch.setattr(ippo_llm, "Agent", Agent)
+    if is_saved:
+        train("ippo", folder=tmp_path / "run")
+        assert {"second.weight", "second.bias"} < set(load_file(tmp_path / "run/agent_0/value_head.safetensors"))
+    else:
+        with pytest.raises(UserError, match="^agent_0 learns 2 tensors that no checkpoint would have: "):
+            train("ippo", folder=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("owner", [PreTrainedModel, PreTrainedTokenizerBase])

@@ -349,6 +349,7 @@ def reward_func(*completions, items):
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_torchrun_starts_again_goes_on(small_model, whole, tmp_path):
     (tmp_path / "failing.py").write_text(FAILING_TASK.replace("FAILED", str(tmp_path / "failed")))
     name, flags = command("ippo", small_model)

@@ -35,7 +35,7 @@ RISES = {
     "ippo on numbers": (ippo_llm, NUMBER, 0.2),
     "maac on numbers": (maac_llm, NUMBER | FAST | {"train_size": 384}, 0.1),
     "magrpo on numbers": (magrpo_llm, NUMBER | FAST | {"num_generations": 4, "train_size": 128}, 0.1),
-    "ppo on guesses": (ppo_llm, BRIEF | {"train_size": 768}, 0.2),
+    "ppo on guesses": (ppo_llm, BRIEF | {"train_size": 512}, 0.12),
 }
 REST, SLOW = [pytest.mark.rest], [pytest.mark.slow]
 LONGER = {"ppo": REST, "magrpo": SLOW, "maac": SLOW, "iac": SLOW}

@@ -284,7 +284,7 @@ def test_lost_members_are_forked_anew_and_others_go_on(script, breeding, capsys)
     """More of them than losers: one is killed, one raises, and the folder of one can't be made."""
     plan(g2m1="killed", g2m2="raises")
     Path("out/generation_002").mkdir(parents=True)
-    population.Population(population.Args(**asked()), "script.py", {}).write()
+    population.Population(population.Args(**basic_flags()), "script.py", {}).write()
     Path("out/generation_002/member_3").write_text("")
     members = breed()
     output = capsys.readouterr().out
@@ -297,10 +297,11 @@ def test_lost_members_are_forked_anew_and_others_go_on(script, breeding, capsys)
     assert all(members[4, k]["fitness"] > members[2, 0]["fitness"] for k in range(4))
 
 
-def asked():
+def basic_flags():
     return {"command": "python script.py", "mutate": RANGE, "generation": 3, "output_dir": "out"}
 
 
+@pytest.mark.slow
 def test_where_all_are_lost_it_ends_with_one_line(script, breeding):
     """Mended, it goes on. The first member raised in its first update already."""
     plan(g1m0="raises", g2m0="raises", g2m1="raises", g2m2="raises", g2m3="raises")
@@ -379,7 +380,7 @@ def test_what_went_wrong_with_a_member_is_a_line(script, tools, tmp_path, fault,
 )
 def test_bad_flags_are_one_line(script, flags, message):
     with pytest.raises(UserError, match=f"^{message}") as error:
-        population.main(population.Args(**(asked() | flags)))
+        population.main(population.Args(**(basic_flags() | flags)))
     assert "\n" not in str(error.value) and error.value.exit_code == 2 and not Path("out").exists()
 
 
@@ -436,7 +437,7 @@ def test_a_folder_of_another_population_or_of_anything_else_is_refused(script, b
 
 
 def test_a_second_start_in_the_same_folder_is_refused(script, breeding):
-    one = population.Population(population.Args(**asked()), "script.py", {})
+    one = population.Population(population.Args(**basic_flags()), "script.py", {})
     one.open()
     with pytest.raises(UserError, match="^another run is under way in .*/out$"):
         breed()
@@ -466,7 +467,7 @@ def test_without_ray_it_is_one_line(script, monkeypatch):
     monkeypatch.delitem(sys.modules, "utils.population.breeding", raising=False)
     monkeypatch.delattr("utils.population.breeding", raising=False)
     with pytest.raises(UserError, match="^populations take Ray Tune, .*: pip install -r requirements-pop") as error:
-        population.main(population.Args(**asked()))
+        population.main(population.Args(**basic_flags()))
     assert error.value.exit_code == 2 and "\n" not in str(error.value) and not Path("out").exists()
 
 

@@ -178,9 +178,9 @@ def without_a_critic(text):
     text = replaced(
         text,
         "advantages, returns = gae(token_rewards, old_values, mask, args.gamma, args.gae_lambda)",
-        "advantages = (token_rewards.flip(1).cumsum(1).flip(1) - baseline) * mask",
+        "advantages = (token_rewards.flip(1).cumsum(1).flip(1) - m[rollout.turns]) * mask",
     )
-    text = without(text, "values = baseline[rows]", "loss = policy_loss")
+    text = without(text, "values = critic_forward", "loss = policy_loss")
     text = replaced(text, " + args.value_loss_coef * value_loss", "")
     text = replaced(text, "[policy_loss, value_loss, mean_entropy]", "[policy_loss, mean_entropy]")
     text = replaced(text, "policy_loss, value_loss, entropy = ", "policy_loss, entropy = ")

@@ -113,6 +113,8 @@ class CriticArgs(CriticModelArgs):
 class SamplingArgs:
     """Sampling, and vLLM."""
 
+    top_p: Fraction = needs("do_sample", default=1.0)  # nucleus sampling
+    top_k: NonNegativeInt = needs("do_sample", default=0)  # sample from so many likeliest tokens; 0: from all
     min_p: Fraction = needs("do_sample", default=0.0)  # sample from tokens at least this share as likely as the best
     repetition_penalty: PositiveFloat = 1.0  # above 1: what stands in the transcript is less likely to come again
     min_output_tokens: NonNegativeInt = 0  # an answer may not end before so many

@@ -77,6 +77,18 @@ def save_agents(folder, agents, checkpoint=False, with_optimizer=False, with_bas
         adapters.save_base(Path(folder) / "base", agents[0].actor.model, agents[0].tokenizer)
 
 
+def check_saved(agents):
+    """Raise UserError for an agent with an optimiser of something that its folder does not have."""
+    for i, agent in enumerate(agents):
+        modules = [*policies_of(agent).values(), *([agent.value_head] if hasattr(agent, "value_head") else [])]
+        saved = {id(parameter) for module in modules for parameter in module.parameters()}
+        groups = [group for optimizer in optimizers_of(agent) for group in optimizer.param_groups]
+        num_lost = sum(id(parameter) not in saved for group in groups for parameter in group["params"])
+        if num_lost:
+            learns = f"{folder_name(i, agent)} learns {num_lost} tensors that no checkpoint would have"
+            raise UserError(f"{learns}: make a module of your own part of value_head")
+
+
 def optimizers_of(agent):
     """Its optimisers: of an actor, then of its critic, if it has one; or the only one."""
     return agent.optimizers if hasattr(agent, "optimizers") else [agent.optimizer]

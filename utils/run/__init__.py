@@ -23,7 +23,15 @@ from utils.clock import clock
 from utils.files import WriteError, checkpoints, lock, read_json, sync, writing
 from utils.models.policy import warn_of_learning_rate
 from utils.models.stages import load_stage
-from utils.models.weights import fingerprint_of, initial_of, load_agents, optimizers_of, save_agents, schedules_of
+from utils.models.weights import (
+    check_saved,
+    fingerprint_of,
+    initial_of,
+    load_agents,
+    optimizers_of,
+    save_agents,
+    schedules_of,
+)
 from utils.run.checkpoint import newest_whole, random_state, restore_random_state, write_checkpoint
 from utils.run.failures import explain
 from utils.run.folder import (
@@ -134,6 +142,7 @@ class Run:
         if self.args.load_checkpoint:
             load_stage(self.agents, self.args)
         warn_of_learning_rate(self.agents, self.args)
+        check_saved(self.agents)
         self.folder = self.log_files.folder = distributed.decide(self.take_folder)
         self.place = self.folder.absolute()
         if distributed.rank():  # what a task draws of a global generator is to differ between the processes
