@@ -1,31 +1,31 @@
 """Multi-Agent Actor-Critic (MAAC) for a team of language models, in one file.
 
-Each agent has its own actor; the team has one critic: a model of its own or, with --lora-rank, adapters of its own. h_t
-is all that the team has read and written before it answers in turn t; the critic reads it. Agent i reads its own part,
-h_t^i, and gives answer a_t^i; log pi sums over the tokens of an answer. `learn` computes, in this order:
+Each agent has its own actor. The team has one critic: a copy of agent 0's model (with --lora-rank: adapters on it), or
+--critic-model-name-or-path. The critic reads h_t, all that agents have read and written before they answer in turn t;
+agent i reads its own part h_t^i and gives answer a_t^i. log pi sums over an answer's tokens. `learn` computes in order:
 
-    s       = max(std over episodes of the sum over turns of the agents' mean reward, 0.98 * s of the last update)
-    e_t     = (the agents' mean reward of turn t) / (s + reward_norm_eps)     always 0 if rewards are opposite
+    c_t     = mean over agents of the reward that each gets in turn t         (always 0 in a zero-sum game)
+    e_t     = c_t / (s + reward_norm_eps)              s = max(std of sum_t c_t over episodes, 0.98 * last s)
     m_t     = mean of sum_{j >= t} e_j over the rollout's episodes that have a turn t (undiscounted, without KL)
-    V(h_t)  = critic(h_t) + m_t                        m_t is not trained: the critic learns what is left
-    r_t     = e_t - kl_coef * sum over agents of (log pi_old - log pi_ref)
-    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the TD error, shared by all agents; V_old = 0 after the last turn
+    V(h_t)  = critic(h_t) + m_t                        m_t is not trained: the critic learns only V - m_t
+    r_t     = e_t - kl_coef * sum_i (log pi_old(a_t^i|h_t^i) - log pi_ref(a_t^i|h_t^i))  over agents i that act
+    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  TD error, the same for all agents; V_old = 0 after the last turn
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
-    actor i   maximises  (mean of log pi(a_t^i|h_t^i) A'_t) + entropy_coef * (mean over its sampled tokens of H)
-    critic    minimises  mean of  (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
+    actor i   maximises  (mean over turns of log pi(a_t^i|h_t^i) A'_t) + entropy_coef * (mean over its tokens of H)
+    critic    minimises  mean over turns of (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-Losses are means over a mini-batch's turns in which any agent acts. pi_old, V_old, r, A are computed once per rollout:
-optimiser steps after the first are off-policy. pi_ref is the initial model. As on CoMLRL's page the policy loss has no
-probability ratio and no clip (ppo_llm.py has both); s, m_t and the KL penalty are additions. Without normalisation e_t
-is not divided by s, and A' = A.
+These means are over a mini-batch's turns in which any agent acts (if agent i waits, its term is 0), and over the tokens
+that agent i sampled. pi_old, V_old, m, r and A' are computed once per rollout: optimiser steps after the first are
+off-policy. pi_ref is the initial model. As on CoMLRL's page the policy loss has no ratio and no clip (ppo_llm.py has
+both); s, m_t and the KL penalty are additions. Without normalisation e_t = c_t and A' = A.
 
     python maac_llm.py --num-agents 2
     torchrun --nproc-per-node 2 maac_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
 log pi and H use logits / temperature; --top-p, --top-k, --min-p and penalties act in sampling only. Models stay in eval
 mode, but --lora-dropout is on in passes with gradients. torchrun splits the episodes; means and gradients are over all.
-Shapes: N agents; B episodes (rows) per process, M of them in a forward pass; S token columns, padded on the right; T
-last turn. Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's page on Multi-Agent Actor-Critic.
+Shapes: N agents; B episodes (rows) per process; S token columns, padded on the right; T last turn. A forward pass has M
+of the B rows, n sampled tokens in them. Sources: CoLLM-CC (arXiv 2601.21972), CoMLRL's Multi-Agent Actor-Critic page.
 """
 
 import sys
@@ -67,7 +67,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
 
     # Advantages
-    gamma: Fraction = 1.0  # discount factor, from turn to turn
+    gamma: Fraction = 1.0  # discount factor per turn
     reward_normalization: bool = True  # divide rewards by the deviation s of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to s
     kl_coef: NonNegativeFloat = 0.03  # weight of the KL penalty in r_t, in normalised rewards per nat
@@ -140,14 +140,14 @@ class Agent:
 
 
 class Critic:
-    """The team's critic, its optimiser, and s. Without it, V = m_t: zeros for critic_forward, no value_loss."""
+    """The team's critic (a model and its value head), its optimiser, and s of the reward normalisation."""
 
     def __init__(self, initial, num_updates, args):
-        self.critic = initial.trainable_critic("critic")  # of agent 0's model, or of --critic-model-name-or-path
-        self.value_head = models.ValueHead(self.critic, args)  # hidden states [n, D] to [n]; 0 at first
-        self.state = {"s": 0.0}  # the last s, which the team's rewards are divided by; what is in here is saved
+        self.critic = initial.trainable_critic("critic")  # from agent 0's model or --critic-model-name-or-path
+        self.value_head = models.ValueHead(self.critic, args)  # hidden states to values, at first all 0
         self.optimizer = models.adamw([self.value_head, self.critic], args.critic_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
+        self.state = {"s": 0.0}  # s of the last update; checkpoints have this dict
 
 
 class TeamEnv:
@@ -232,7 +232,7 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding; for lengths
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
-    rewards: torch.Tensor  # [B, S] on an answer's last token: rewards until the next answer; for metrics
+    rewards: torch.Tensor  # [B, S] on an answer's last token: rewards until the next answer; for metrics only
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward} of every turn: learn reads these
     truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
@@ -323,7 +323,7 @@ def sum_by(index, x, last):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi and H (entropy), [M, S], 0 but on sampled tokens."""
+    """log pi and the entropy H of each sampled token, both [M, S], 0 in all other columns."""
     mask = rollout.mask[rows]
     # What precedes each sampled token: logits[:, :-1][mask[:, 1:]] of a full pass, of which only these n are computed.
     # Padding is on the right, so a causal model needs no attention mask
@@ -335,38 +335,39 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(critic, joint, rows, m):
-    """V(h_t) = critic(h_t) + m_t in column t, [M, T + 1]; m_t alone in turns in which nobody acts. m is [T + 1].
+    """V(h_t) = critic(h_t) + m_t in column t, [M, T + 1]; m_t alone in turns in which no agent acts. m is [T + 1].
 
-    joint: ids, attention_mask, marks, [B, tokens of the longest]; in each turn what its agents read, an end token, what
-    they write. marks: t on that end token, else 0. critic(h_t) is read from the hidden state before it, where h_t ends.
+    joint is the team's transcripts as one text per episode: in each turn what the acting agents read, an end token, and
+    what they write. critic(h_t) is the value head's output on the last token of h_t, just before that end token.
     """
-    marks = joint.marks[rows]
+    marks = joint.marks[rows]  # [M, tokens of the longest text + 1] t on the end token of turn t, 0 elsewhere
     out = critic.critic.read(joint.ids[rows], before=marks > 0)
-    values = models.unflatten(critic.value_head(out.hidden_states), marks > 0)  # as marks
+    values = models.unflatten(critic.value_head(out.hidden_states), marks > 0)  # critic(h_t) where marks has t
     return sum_by(marks, values, len(m) - 1) + m
 
 
 @timed
 def learn(agents, critic, rollouts, args, generator):
-    """One update of a team; returns metrics of each agent, and of the critic. This function is the algorithm."""
-    last_turn = distributed.max(torch.cat([each.turns for each in rollouts], 1))  # T, the last in which anyone acts
-    played = sum(sum_by(each.turns, each.mask.float(), last_turn) for each in rollouts).clamp(max=1)  # 1: anyone acts
+    """One update of a team; returns a list of the agents' metrics, and the critic's. This function is the algorithm."""
+    last_turn = distributed.max(torch.cat([each.turns for each in rollouts], 1))  # T, the last in which any agent acts
+    num_sampled = sum(sum_by(each.turns, each.mask.float(), last_turn) for each in rollouts)  # [B, T + 1] in each turn
+    acted = (num_sampled > 0).float()  # [B, T + 1] 1 in column t: any agent acted in turn t
 
-    # 1. Rewards e_t, [B, T + 1]: what the agents earn in turn t, their mean, divided by s, the deviation over episodes
-    rewards = sum(models.earned_by_turn(rollout, last_turn) for rollout in rollouts) / len(agents)
+    # 1. Rewards: c_t, the mean over agents, divided by s, the standard deviation of an episode's sum
+    rewards = sum(models.earned_by_turn(each, last_turn) for each in rollouts) / len(agents)  # [B, T + 1] c_t
     if args.reward_normalization:
-        _, std = distributed.mean_std(rewards.sum(1), played.amax(1))
+        _, std = distributed.mean_std(rewards.sum(1), acted.amax(1))  # of episodes in which any agent acted
         critic.state["s"] = max(float(std), 0.98 * critic.state["s"])  # slow to fall: a tiny std would amplify noise
-        rewards = rewards / (critic.state["s"] + args.reward_norm_eps)  # e_t
+        rewards = rewards / (critic.state["s"] + args.reward_norm_eps)  # from here on e_t
 
     # 2. V(h_t) = m_t + critic(h_t). m_t is a mean over the rollout (own episode included), not trained
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)  # [B, T + 1] sum of e_j from each turn on
-    m = distributed.masked_mean(rewards_to_go, played, dim=0)  # [T + 1] m_t in column t, 0 in column 0
+    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_t in column t, 0 in column 0
 
-    # 3. pi_old, pi_ref, V_old and r_t: a pass without gradients of each actor, each reference, and the critic
-    metrics = []
+    # 3. pi_old, pi_ref, r_t and V_old: each actor, each reference and the critic read the rollout, without gradients
+    metrics = []  # a dict per agent, to which step 6 adds
     old_values = torch.zeros_like(rewards)
-    turn_rewards = rewards  # r_t, once the loop has subtracted each agent's KL penalty
+    turn_rewards = rewards  # r_t, after the loop has subtracted each agent's KL penalty
     with torch.no_grad():
         for agent, rollout in zip(agents, rollouts):
             mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
@@ -379,39 +380,40 @@ def learn(agents, critic, rollouts, args, generator):
             turn_rewards = turn_rewards - args.kl_coef * sum_by(rollout.turns, kl, last_turn)
             ref_logprob = distributed.masked_mean(ref_logprobs, mask)
             metrics.append({"kl": distributed.masked_mean(kl, mask), "reference_logprob": ref_logprob})
-        # The critic's text (see critic_forward), of agents that act: {}, {} are an agent's number, and what it reads or
-        # writes, decoded. Too long for the critic's context: UserError
+        # The texts that the critic reads (see critic_forward): {} and {} are the number of an acting agent and what it
+        # reads or writes in that turn. A text longer than the critic's context is a UserError
         joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
         for rows in joint.attention_mask.sum(1).argsort().split(args.micro_batch_size):
-            old_values[rows] = critic_forward(critic, joint, rows, m) * played[rows]
+            old_values[rows] = critic_forward(critic, joint, rows, m) * acted[rows]
 
     # 4. Advantages. Another algorithm puts its own here
-    targets = (turn_rewards + args.gamma * pad(old_values[:, 1:], (0, 1))) * played  # V(h_{t+1}) is 0 at the end
-    advantages = targets - old_values  # the TD error
+    next_values = pad(old_values[:, 1:], (0, 1))  # V_old(h_{t+1}) in column t, 0 after the last turn
+    targets = (turn_rewards + args.gamma * next_values) * acted  # of V(h_t), for the critic
+    advantages = targets - old_values  # A_t
     if args.advantage_normalization:
-        mean, std = distributed.mean_std(advantages, played)
+        mean, std = distributed.mean_std(advantages, acted)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t
 
-    # 5. Optimiser steps: in each epoch actor and critic model read the rollout again, with gradients
-    losses, value_losses = [], []
+    # 5. Optimiser steps: in each epoch the actors and the critic read the rollout again, with gradients
+    losses, value_losses = [], []  # of micro-batches; losses has N entries for each, one per agent
     for _ in range(args.update_epochs):
-        order = torch.randperm(len(played), generator=generator, device=played.device)
+        order = torch.randperm(len(acted), generator=generator, device=acted.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
             # Each process divides by the mean count; the averaged gradient is then that of total sum / total count
-            num_played = distributed.mean(played[minibatch].sum()).clamp(min=1e-6)
-            num_tokens = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
+            turn_count = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)  # in which any agent acted
+            token_counts = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch.split(args.micro_batch_size):
-                for agent, rollout, count in zip(agents, rollouts, num_tokens):
+                for agent, rollout, token_count in zip(agents, rollouts, token_counts):
                     logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
                     answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t^i|h_t^i), or 0
-                    policy_loss = -(answer_logprobs * advantages[rows] * played[rows]).sum() / num_played
-                    mean_entropy = entropy.sum() / count
+                    policy_loss = -(answer_logprobs * advantages[rows] * acted[rows]).sum() / turn_count
+                    mean_entropy = entropy.sum() / token_count
                     loss = policy_loss - args.entropy_coef * mean_entropy
                     loss.backward()  # gradients of micro-batches add up
                     losses.append(torch.stack([policy_loss, mean_entropy]).detach())
                 values = critic_forward(critic, joint, rows, m)
-                value_loss = ((values - targets[rows]) ** 2 * played[rows]).sum() / num_played
+                value_loss = ((values - targets[rows]) ** 2 * acted[rows]).sum() / turn_count
                 value_loss.backward()
                 value_losses.append(value_loss.detach())
 
@@ -426,12 +428,12 @@ def learn(agents, critic, rollouts, args, generator):
     # 6. Metrics: means over optimiser steps (grad_norm: of the last); run.log takes the means over processes
     num_steps = args.update_epochs * len(minibatches)
     losses = torch.stack(losses).view(-1, len(agents), 2).sum(0) / num_steps  # [N, 2]: policy loss and entropy
-    for own, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):
-        own |= {"policy_loss": policy_loss, "entropy": entropy, "grad_norm": grad_norm}
+    for agent_metrics, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):  # N; not the critic's
+        agent_metrics |= {"policy_loss": policy_loss, "entropy": entropy, "grad_norm": grad_norm}
     return metrics, {
         "value_loss": sum(value_losses) / num_steps,
         "grad_norm": grad_norms[-1],
-        "explained_variance": distributed.explained_variance(targets, old_values, played),
+        "explained_variance": distributed.explained_variance(targets, old_values, acted),
     }
 
 
@@ -446,7 +448,7 @@ def evaluate(agents, task, items, args):
 
 
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
-    """Train a team; returns its agents, then their critic, and its Run. Raises UserError for what the user can fix.
+    """Train a team; returns its agents followed by the critic, and its Run. Raises UserError for what the user can fix.
 
     From Python, `task` (or an environment), `model`, `tokenizer` and data may be objects, in place of what flags name.
     """

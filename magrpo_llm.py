@@ -1,29 +1,37 @@
 """Group-relative policy gradients (MAGRPO) for a team of language models, in one file.
 
 Each agent has its own actor and no critic; the other agents are part of its environment. The team plays each item K
-times (--num-generations), and an agent's rewards from a turn on are compared with their mean over these episodes. h_t
-is all that an agent has read and written before it gives answer a_t in turn t; log pi(a_t|h_t) sums over the tokens of
+times (--num-generations), and an agent's return from turn t on is compared with its mean over these K episodes. h_t is
+all that the agent has read and written before it gives answer a_t in turn t; log pi(a_t|h_t) sums over the tokens of
 a_t. `learn` computes, in this order:
 
-    r_t     = e_t - kl_coef (log pi_old(a_t|h_t) - log pi_ref(a_t|h_t)), and 0 in a turn in which it waits
-              e_t: its rewards from its answer in turn t until its next one; pi_ref: the initial model
-    R_t     = r_t + gamma R_{t+1}                      turns are the environment's steps; R = 0 after an end or a cut
+    e_t     = the agent's rewards from its answer in turn t until its next; those before its first are not used
+    r_t     = e_t - kl_coef (log pi_old(a_t|h_t) - log pi_ref(a_t|h_t))        0 in turns in which it waits
+    R_t     = r_t + gamma R_{t+1}                      turn by turn, also where it waits; 0 after the last turn
     A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
-    actor     maximises  (mean over answers of log pi(a_t|h_t) A_t) + entropy_coef * (mean over tokens of H)
+    actor     maximises  (mean over answers of log pi(a_t|h_t) A_t) + entropy_coef * (mean over sampled tokens of H)
 
-The means in the last row are over a mini-batch; A_t is computed once per rollout. --advantage-mode rloo compares
-with the mean of the group's other episodes, max with the best one, raw with nothing. As in the paper the policy loss
-has no probability ratio and no clip (ppo_llm.py has both), and A_t are not divided by the group's deviation
-(--advantage-normalization divides). CoMLRL, the authors' library, gives each history K answers, which makes K^T
-episodes of T turns. Here K episodes are played to their ends: after the first turn the h_t of a group differ.
+That A_t is --advantage-mode mean. The other modes replace the mean:
+
+    rloo    A_t = R_t - mean of R_t over the other episodes of the group
+    max     A_t = R_t - largest R_t of the group
+    raw     A_t = R_t
+
+The actor's means are over a mini-batch. pi_old and A_t are computed once per rollout: optimiser steps after the first
+are off-policy. pi_ref is the initial model. As in the paper the policy loss has no probability ratio and no clip
+(ppo_llm.py has both), and A_t is not divided by the standard deviation of the group's R_t; --advantage-normalization
+divides it. CoMLRL, the authors' library, samples K answers after every history, which makes K^T episodes of T turns.
+Here each of the K episodes is played from start to end: after turn 1 a group compares episodes that differ in h_t.
 
     python magrpo_llm.py --num-agents 2
     torchrun --nproc-per-node 2 magrpo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
 
 log pi and H use logits / temperature; --top-p, --top-k, --min-p and penalties act in sampling only. Models stay in eval
 mode, but --lora-dropout is on in passes with gradients. torchrun splits the episodes; means and gradients are over all.
-Shapes: N agents; B episodes (rows) per process, M of them in a forward pass; S token columns, padded on the right; T
-last turn. Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
+Shapes: N agents; B episodes (rows) per process; S token columns, padded on the right; T last turn. A forward pass has M
+of the B rows, n sampled tokens in them.
+
+Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
 """
 
 import sys
@@ -38,7 +46,7 @@ from torch.nn.functional import pad
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import Fraction, command_line, flags
+from utils.cli import Fraction, command_line, flags, not_with
 from utils.clock import timed
 from utils.run import FolderArgs, Run
 from utils.tasks.made_text import posts
@@ -47,7 +55,7 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
-    """Flags; the comments are the help. needs("x"): an error where x is off. The base classes have more: see --help."""
+    """Flags; the comments are the help. The base classes have more: see --help."""
 
     seed: NonNegativeInt = 1  # same seed, same number of processes: same run (on a GPU only with --deterministic)
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -59,17 +67,19 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
-    num_generations: Annotated[int, Field(ge=2)] = 4  # K, episodes per item (the group), which are neighbouring rows
+    num_generations: Annotated[int, Field(ge=2)] = 4  # K: episodes per item (a group), in neighbouring rows
     num_turns: PositiveInt = 1  # most environment steps per episode; the default task always has one
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
-    do_sample: bool = True  # --no-do-sample: greedy answers, alike in a group
+    do_sample: bool = True  # --no-do-sample: greedy answers, the same throughout a group
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
 
     # Advantages
-    gamma: Fraction = 1.0  # discount factor, from turn to turn; what is earned in waiting counts with the last answer
-    advantage_mode: Literal["mean", "rloo", "max", "raw"] = "mean"  # what R_t is compared with
+    gamma: Fraction = 1.0  # discount factor per turn; what an agent earns while it waits is added to its last answer
+    # subtracted from R_t: the mean of its group, the mean of the others in it, its maximum, or nothing
+    advantage_mode: Literal["mean", "rloo", "max", "raw"] = "mean"
     kl_coef: NonNegativeFloat = 0.03  # weight of the KL penalty in r_t, in rewards per nat
-    advantage_normalization: bool = False  # divide advantages by the group's standard deviation
+    # divide A_t by the standard deviation of the group's R_t; off with raw, which may have equal ones
+    advantage_normalization: bool = not_with("advantage_mode=raw", default=False)
 
     # Optimisation
     update_epochs: PositiveInt = 1  # passes over a rollout
@@ -131,7 +141,6 @@ class Agent:
         self.longest_prompt = initial.longest_prompt  # most tokens of a context that leaves room for max_new_tokens
         self.reference = initial.policy  # pi_ref, frozen; agents that start from one model share it
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
-
         self.optimizer = models.adamw([self.actor], args.actor_learning_rate, args)
         self.schedule = models.lr_schedule(self.optimizer, num_updates, args)
 
@@ -309,7 +318,7 @@ def sum_by(index, x, last):
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi and H (entropy), [M, S], 0 but on sampled tokens."""
+    """log pi and the entropy H of each sampled token, both [M, S], 0 in all other columns."""
     mask = rollout.mask[rows]
     # What precedes each sampled token: logits[:, :-1][mask[:, 1:]] of a full pass, of which only these n are computed.
     # Padding is on the right, so a causal model needs no attention mask
@@ -321,27 +330,29 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def group_advantages(returns, acted, args):
-    """A_t from R_t (`returns`); both, and `acted`, 1 on turns in which the agent acted, are [B, T + 1].
+    """A_t in column t, 0 where the agent did not act; from R_t (`returns`) and `acted`, 1 where it did: all [B, T + 1].
 
-    A group is the K neighbouring episodes of an item, less those in which it did not act in that turn.
+    K neighbouring rows are the episodes of one item. The group of turn t is those of them in which the agent acted in
+    turn t: mean, maximum and standard deviation are over these. The only one of a group has A_t = 0, but for `raw`.
     """
     shape = returns.shape
-    returns = returns.view(-1, args.num_generations, shape[1])
+    returns = returns.view(-1, args.num_generations, shape[1])  # [items, K, T + 1]
     acted = acted.view(returns.shape)
-    count = acted.sum(1, keepdim=True).clamp(min=1)
+    count = acted.sum(1, keepdim=True).clamp(min=1)  # [items, 1, T + 1] episodes in each turn's group
     mean = ((returns.double() * acted).sum(1, keepdim=True) / count).float()  # float64: equal R_t give A_t = 0 exactly
     if args.advantage_mode == "mean":
         advantages = returns - mean
-    elif args.advantage_mode == "rloo":  # the mean of the others
+    elif args.advantage_mode == "rloo":  # the mean of the others is (count * mean - R_t) / (count - 1)
         advantages = (returns - mean) * count / (count - 1).clamp(min=1)
     elif args.advantage_mode == "max":
-        advantages = returns - returns.masked_fill(acted == 0, -torch.inf).amax(1, keepdim=True)
-    else:
+        best = returns.masked_fill(acted == 0, -torch.inf).amax(1, keepdim=True)
+        advantages = returns - best
+    else:  # raw
         advantages = returns
     if args.advantage_normalization:
         variance = ((returns - mean) ** 2 * acted).sum(1, keepdim=True) / count
         advantages = advantages / (variance.sqrt() + 1e-4)
-    return torch.where(acted > 0, advantages, 0.0).view(shape)
+    return torch.where(acted > 0, advantages, 0.0).view(shape)  # [B, T + 1] again
 
 
 @timed
@@ -349,7 +360,7 @@ def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
 
-    # 1. A pass of actor and reference without gradients; step 4: of the actor with gradients, in every epoch
+    # 1. log pi_old and log pi_ref: before any optimiser step, without gradients, one pass each of actor and reference
     old_logprobs = torch.zeros_like(mask)  # not kept from sampling; for the KL penalty, and a ratio if any
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
@@ -357,18 +368,18 @@ def learn(agent, rollout, args, generator):
             old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
 
-    # 2. Returns, R_t of turn t in column t
+    # 2. Returns: R_t in column t
     last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column t: it acted in turn t
     token_rewards = rollout.rewards - args.kl_coef * (old_logprobs - ref_logprobs)
-    returns = sum_by(rollout.turns, token_rewards, last_turn)  # [B, T + 1] r_t, and by this loop R_t:
+    returns = sum_by(rollout.turns, token_rewards, last_turn)  # [B, T + 1] at first r_t
     for t in reversed(range(1, last_turn)):
-        returns[:, t] += args.gamma * returns[:, t + 1]
+        returns[:, t] += args.gamma * returns[:, t + 1]  # now R_t
 
     # 3. Advantages, [B, T + 1]. Another algorithm puts its own here
     advantages = group_advantages(returns, acted, args)
 
-    # 4. Optimiser steps
+    # 4. Optimiser steps: in each epoch the actor reads the rollout again, with gradients
     losses = []  # of micro-batches; those of a mini-batch add up to its loss
     for _ in range(args.update_epochs):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
@@ -379,8 +390,8 @@ def learn(agent, rollout, args, generator):
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
-                answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t|h_t), else 0
-                policy_loss = -(answer_logprobs * advantages[rows]).sum() / num_answers  # covers all sampled tokens
+                answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t|h_t) in column t, or 0
+                policy_loss = -(answer_logprobs * advantages[rows]).sum() / num_answers  # A_t for all its tokens
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
                 loss = policy_loss - args.entropy_coef * mean_entropy
                 loss.backward()  # gradients of micro-batches add up

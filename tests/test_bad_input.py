@@ -53,6 +53,11 @@ WRONG = {
 }
 
 
+def test_raw_returns_are_not_divided_by_a_deviation_that_may_be_0():
+    with pytest.raises(UserError, match="^--advantage-normalization has no effect with --advantage-mode raw$"):
+        magrpo_llm.main(magrpo_llm.Args(advantage_mode="raw", advantage_normalization=True))
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_value_is_refused(case):
     flags, message = WRONG[case]
