@@ -4,7 +4,7 @@ Each agent has its own actor and critic; the other agents are part of its enviro
 actor (its loss then trains the actor too) or a model of its own (--use-separate-critic). a_t is a token that the agent
 samples in turn k of an episode, and h_t all that it has read and written before. `learn` computes, in this order:
 
-    c_k     = sum of the agent's rewards in turn k and in later turns before its next answer; none before its first
+    c_k     = the agent's rewards from its answer in turn k until its next answer, summed; 0 if it waits in turn k
     e_k     = c_k / (s + reward_norm_eps)              s = max(std of sum_k c_k over episodes it acts in, 0.98 * last s)
     m_k     = mean of sum_{j >= k} e_j over the rollout's episodes in which it acts in turn k (undiscounted, without KL)
     V(h_t)  = critic(h_t) + m_k                        m_k is not trained: the critic learns what is left
@@ -16,9 +16,9 @@ samples in turn k of an episode, and h_t all that it has read and written before
     critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2)
                          V_clip = V_old(h_t) + clip(V(h_t) - V_old(h_t), -value_clip_range, value_clip_range)
 
-Losses are means over a mini-batch's sampled tokens. pi_old, V_old, m, A' and R are computed once per rollout: optimiser
-steps after the first are off-policy, uncorrected: as on CoMLRL's page the policy loss has no ratio and no clip
-(ppo_llm.py has both). s, m_k and the KL penalty are additions. Without normalisation e_k = c_k and A' = A.
+Losses are means over a mini-batch's sampled tokens. pi_old, V_old, m, A' and R are computed once per rollout: its later
+optimiser steps (by default 3 of 4) are off-policy, uncorrected: as on CoMLRL's page the policy loss has no ratio and no
+clip (ppo_llm.py has both). Not on that page: s, m_k, the KL penalty. Without normalisation e_k = c_k and A' = A.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -49,7 +49,7 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; the comments are the help. needs("x"): an error where x is off. The base classes have more: see --help."""
+    """Flags; the comments are the help. needs("x"): an error if set while x is off. Base classes have more: --help."""
 
     seed: NonNegativeInt = 1  # same seed, same number of processes: same run (on a GPU only with --deterministic)
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -63,7 +63,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
     num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
-    num_turns: PositiveInt = 1  # most environment steps per episode; the default task always has one
+    num_turns: PositiveInt = 1  # most turns that TeamEnv plays (one of --env ends itself); the default task has one
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
@@ -91,8 +91,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions, of which it needs formatters and reward_func. tasks.load_task wraps the last three: it
-# passes only arguments that they name (all: docs/tasks.md), checks results, repeats a team's rewards for each agent.
+# A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
+# is read. load_task wraps the last three: they may name any argument in docs/tasks.md, made of the `histories` below.
 
 
 def train_dataset(size, seed):
@@ -124,7 +124,7 @@ def reward_func(*completions, items):
 
 
 def external_transition(item, agent_completions):
-    """Returns N next prompts, or None: the end, as here. Where one repeats the chat, only what is new is read."""
+    """Returns an item's N next prompts, or None: the end, as here. Of a repeated chat only what is new is read."""
     return None
 
 
@@ -132,7 +132,7 @@ def external_transition(item, agent_completions):
 
 
 class Agent:
-    """What learns. Run saves and restores actor, critic, value_head, state and the optimisers, by these names."""
+    """What learns. Run saves actor, critic, value_head, state and optimizers; modules of your own go in value_head."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -151,13 +151,13 @@ class Agent:
 
 
 class TeamEnv:
-    """Plays B episodes of a task with N agents: in each turn all agents answer, then all are rewarded.
+    """Plays B episodes of a task with N agents. This one: in each turn all agents answer, then all are rewarded.
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode in no observations has ended; nothing else ends one, so end all within --num-turns steps. Where an agent
-    has no room for an answer, b ends for all: it is in no later actions, its rewards are ignored. Optional: `failed`, a
-    set of episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
+    An episode ends when no observations have it or step cuts it: see to that within --num-turns steps. If an agent has
+    no room for an answer, b is cut: from this turn on nobody answers or earns in it. Optional: `failed`, a set of
+    episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -185,11 +185,11 @@ class TeamEnv:
     def step(self, actions):
         """Play one turn, given the actions, N dicts {episode: answer}.
 
-        Returns the next observations; the rewards, N dicts {episode: float}, also for agents that waited; and the set
-        of episodes that it cuts (here none): they keep this turn's rewards, and their new chats are not answered.
+        Returns the next observations; the rewards, N dicts {episode: float}, where agents that waited may have some and
+        none is 0; and the set of episodes that it cuts (here none): this turn's rewards count, new chats go unanswered.
         """
         self.turn += 1
-        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers} of those that go on
+        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers}
         for b in answers:
             for own_history, answer in zip(self.histories[b], answers[b]):
                 own_history.append(answer)
@@ -238,7 +238,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
 
 
-@models.in_chunks_or_by_vllm  # called on --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM samples
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts per call, for none no call; or vLLM in its place
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -279,14 +279,14 @@ def play(agents, task, items, args, generator):
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; `own` below: those of one agent
     observations = env.reset()
-    truncated = set()  # cut episodes: ended by the environment, or because an agent had no room to answer
+    truncated = set()  # episodes that were cut: by env.step, or because an agent had no room to answer
     turn = 0
     with models.sampling(agents, args):  # hands vLLM the current weights, gathers sharded ones
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat template, after closing an answer without an end token; ids past the limit are dropped
+                    # By the chat template, after an end token if the answer lacks it; cut where the model's room ends
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
@@ -318,15 +318,15 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Returns [B, last + 1]: entry [b, k] is the sum of x[b] where index[b] == k. x and index are [B, S]."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. By turns column 0 is no turn."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
-    """log pi and H, [M, S], 0 but on sampled tokens; and the hidden states that predict these n tokens, [n, D]."""
+    """log pi and H of each sampled token, [M, S], 0 elsewhere; and the hidden states that predict these n, [n, D]."""
     mask = rollout.mask[rows]
-    # What precedes each sampled token: logits[:, :-1][mask[:, 1:]] of a full pass, of which only these n are computed.
-    # Padding is on the right, so a causal model needs no attention mask
+    # The rows are read up to the last sampled token; the output layer computes only logits[:, :-1][mask[:, 1:]], which
+    # predict the n sampled tokens. Padding is on the right, so a causal model needs no attention mask
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -335,7 +335,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states, m):
-    """V(h_t) = critic(h_t) + m_k, [M, S], 0 but on sampled tokens. hidden_states [n, D] are the actor's, m [T + 1]."""
+    """V(h_t) = critic(h_t) + m_k, [M, S], 0 elsewhere. hidden_states [n, D] are the actor's, m [T + 1]."""
     mask = rollout.mask[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], before=mask).hidden_states
@@ -361,7 +361,7 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; a factor of losses, for terms that you add
     last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 
@@ -372,13 +372,13 @@ def learn(agent, rollout, args, generator):
         agent.state["s"] = max(float(std), 0.98 * agent.state["s"])  # slow to fall: a tiny std would amplify noise
         rewards = rewards / (agent.state["s"] + args.reward_norm_eps)  # from here on e_k
 
-    # 2. V(h_t) = m_k + critic(h_t). m_k is a mean over the rollout (own episode included), not trained
+    # 2. m_k of V(h_t) = critic(h_t) + m_k: a mean over the rollout, own episode included, not trained
     rewards_by_turn = sum_by(rollout.turns, rewards, last_turn)  # [B, T + 1] e_k in column k; column 0 is 0
     rewards_to_go = rewards_by_turn.flip(1).cumsum(1).flip(1)  # [B, T + 1] sum of e_j from each turn on
-    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
+    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k; m_0 = 0, so V = 0 on what it read
 
     # 3. Before any optimiser step, without gradients: one pass each of actor, reference and, if any, critic model
-    old_logprobs = torch.zeros_like(mask)  # not kept from sampling; for the KL penalty, and a ratio if any
+    old_logprobs = torch.zeros_like(mask)  # not as sampled (--top-p ...); for the KL penalty, or a ratio
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
@@ -387,7 +387,7 @@ def learn(agent, rollout, args, generator):
             ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rows, args)
             old_values[rows] = critic_forward(agent, rollout, rows, hidden_states, m)
 
-    # 4. Advantages. Another algorithm puts its own here
+    # 4. Advantages. Another algorithm puts its own here; num_generations neighbouring rows share an item
     token_rewards = rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask  # r_t
     advantages, returns = gae(token_rewards, old_values, mask, args.gamma, args.gae_lambda)  # A_t, R_t
     if args.advantage_normalization:
@@ -400,7 +400,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Each process divides by the mean count; the averaged gradient is then that of total sum / total count
+            # Mean counts per process: as gradients are averaged over processes, this gives total sum / total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
@@ -425,13 +425,13 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 6. Metrics: means over optimiser steps (grad_norm: of the last); run.log takes the means over processes
+    # 6. Metrics: losses and entropy are means over optimiser steps, grad_norm is of the last, the others of the rollout
     policy_loss, value_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
-        "grad_norm": grad_norms[0],  # of the actor
+        "grad_norm": grad_norms[0],  # the actor's, before it is clipped
         "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),
         "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
         "explained_variance": distributed.explained_variance(returns, old_values, mask),
@@ -443,7 +443,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over held-out episodes with any answer of the mean of the agents' returns; the same seed every time."""
+    """Mean over agents of an episode's summed rewards, over held-out episodes with an answer; sampled from one seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -451,11 +451,11 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (or an environment), `model`, `tokenizer` and data may be objects, in place of what flags name.
+    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects, which come first.
     """
     args = args or Args()
     distributed.start(args)
-    initials = models.load(args, model, tokenizer)  # per agent: its tokenizer, and its frozen model once used
+    initials = models.load(args, model, tokenizer)  # per agent: its tokenizer; its frozen model is loaded when used
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # drops long prompts
     batches = tasks.shuffled_batches(train_items, args)  # [update]: its items, before num_generations repeats them
@@ -465,13 +465,13 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
 
-    with run.start(agents, generator):  # saves them and the random state (--save-interval, the end); resumes
+    with run.start(agents, generator):  # resumes; saves all (--save-interval, the end)
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
             eval_reward = evaluate(agents, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
-            run.log(items, rollouts, metrics, eval_reward)
+            run.log(items, rollouts, metrics, eval_reward)  # means over processes
     return agents, run
 
 

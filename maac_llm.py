@@ -7,15 +7,15 @@ agent i reads its own part h_t^i and gives answer a_t^i. log pi sums over an ans
     c_t     = mean over agents of the reward that each gets in turn t         (always 0 in a zero-sum game)
     e_t     = c_t / (s + reward_norm_eps)              s = max(std of sum_t c_t over episodes, 0.98 * last s)
     m_t     = mean of sum_{j >= t} e_j over the rollout's episodes that have a turn t (undiscounted, without KL)
-    V(h_t)  = critic(h_t) + m_t                        m_t is not trained: the critic learns only V - m_t
+    V(h_t)  = critic(h_t) + m_t                        m_t is not trained: the critic learns what is left
     r_t     = e_t - kl_coef * sum_i (log pi_old(a_t^i|h_t^i) - log pi_ref(a_t^i|h_t^i))  over agents i that act
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  TD error, the same for all agents; V_old = 0 after the last turn
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
     actor i   maximises  (mean over turns of log pi(a_t^i|h_t^i) A'_t) + entropy_coef * (mean over its tokens of H)
     critic    minimises  mean over turns of (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-These means are over a mini-batch's turns in which any agent acts (if agent i waits, its term is 0), and over the tokens
-that agent i sampled. pi_old, V_old, m, r and A' are computed once per rollout: optimiser steps after the first are
+These means are over a mini-batch's pairs (episode, turn) in which an agent acts (a waiting agent's term is 0), and over
+agent i's sampled tokens. pi_old, V_old, m, r, A' are computed once per rollout: optimiser steps after the first are
 off-policy. pi_ref is the initial model. As on CoMLRL's page the policy loss has no ratio and no clip (ppo_llm.py has
 both); s, m_t and the KL penalty are additions. Without normalisation e_t = c_t and A' = A.
 
@@ -48,7 +48,7 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs, models.SamplingArgs):
-    """Flags; the comments are the help. needs("x"): an error where x is off. The base classes have more: see --help."""
+    """Flags; the comments are the help. needs("x"): an error if set while x is off. Base classes have more: --help."""
 
     seed: NonNegativeInt = 1  # same seed, same number of processes: same run (on a GPU only with --deterministic)
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -61,7 +61,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes per update, all processes together
     num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
-    num_turns: PositiveInt = 1  # most environment steps per episode; the default task always has one
+    num_turns: PositiveInt = 1  # most turns that TeamEnv plays (one of --env ends itself); the default task has one
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
@@ -86,8 +86,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions, of which it needs formatters and reward_func. tasks.load_task wraps the last three: it
-# passes only arguments that they name (all: docs/tasks.md), checks results, repeats a team's rewards for each agent.
+# A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
+# is read. load_task wraps the last three: they may name any argument in docs/tasks.md, made of the `histories` below.
 
 
 def train_dataset(size, seed):
@@ -119,7 +119,7 @@ def reward_func(*completions, items):
 
 
 def external_transition(item, agent_completions):
-    """Returns N next prompts, or None: the end, as here. Where one repeats the chat, only what is new is read."""
+    """Returns an item's N next prompts, or None: the end, as here. Of a repeated chat only what is new is read."""
     return None
 
 
@@ -151,13 +151,13 @@ class Critic:
 
 
 class TeamEnv:
-    """Plays B episodes of a task with N agents: in each turn all agents answer, then all are rewarded.
+    """Plays B episodes of a task with N agents. This one: in each turn all agents answer, then all are rewarded.
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode in no observations has ended; nothing else ends one, so end all within --num-turns steps. Where an agent
-    has no room for an answer, b ends for all: it is in no later actions, its rewards are ignored. Optional: `failed`, a
-    set of episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
+    An episode ends when no observations have it or step cuts it: see to that within --num-turns steps. If an agent has
+    no room for an answer, b is cut: from this turn on nobody answers or earns in it. Optional: `failed`, a set of
+    episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -185,11 +185,11 @@ class TeamEnv:
     def step(self, actions):
         """Play one turn, given the actions, N dicts {episode: answer}.
 
-        Returns the next observations; the rewards, N dicts {episode: float}, also for agents that waited; and the set
-        of episodes that it cuts (here none): they keep this turn's rewards, and their new chats are not answered.
+        Returns the next observations; the rewards, N dicts {episode: float}, where agents that waited may have some and
+        none is 0; and the set of episodes that it cuts (here none): this turn's rewards count, new chats go unanswered.
         """
         self.turn += 1
-        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers} of those that go on
+        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers}
         for b in answers:
             for own_history, answer in zip(self.histories[b], answers[b]):
                 own_history.append(answer)
@@ -232,13 +232,13 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding; for lengths
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
-    rewards: torch.Tensor  # [B, S] on an answer's last token: rewards until the next answer; for metrics only
+    rewards: torch.Tensor  # [B, S] `earned` by answers (on the last token, until the next), for metrics and samples
     answers: list  # B lists of texts, one for each turn in which the agent acted
     earned: list  # B dicts {turn: reward} of every turn: learn reads these
     truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
 
 
-@models.in_chunks_or_by_vllm  # called on --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM samples
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts per call, for none no call; or vLLM in its place
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -279,14 +279,14 @@ def play(agents, task, items, args, generator):
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; `own` below: those of one agent
     observations = env.reset()
-    truncated = set()  # cut episodes: ended by the environment, or because an agent had no room to answer
+    truncated = set()  # episodes that were cut: by env.step, or because an agent had no room to answer
     turn = 0
     with models.sampling(agents, args):  # hands vLLM the current weights, gathers sharded ones
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat template, after closing an answer without an end token; ids past the limit are dropped
+                    # By the chat template, after an end token if the answer lacks it; cut where the model's room ends
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
@@ -318,15 +318,15 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Returns [B, last + 1]: entry [b, k] is the sum of x[b] where index[b] == k. x and index are [B, S]."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. By turns column 0 is no turn."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
     """log pi and the entropy H of each sampled token, both [M, S], 0 in all other columns."""
     mask = rollout.mask[rows]
-    # What precedes each sampled token: logits[:, :-1][mask[:, 1:]] of a full pass, of which only these n are computed.
-    # Padding is on the right, so a causal model needs no attention mask
+    # The rows are read up to the last sampled token; the output layer computes only logits[:, :-1][mask[:, 1:]], which
+    # predict the n sampled tokens. Padding is on the right, so a causal model needs no attention mask
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -337,8 +337,8 @@ def policy_forward(policy, rollout, rows, args):
 def critic_forward(critic, joint, rows, m):
     """V(h_t) = critic(h_t) + m_t in column t, [M, T + 1]; m_t alone in turns in which no agent acts. m is [T + 1].
 
-    joint is the team's transcripts as one text per episode: in each turn what the acting agents read, an end token, and
-    what they write. critic(h_t) is the value head's output on the last token of h_t, just before that end token.
+    joint: ids, attention_mask and marks [B, tokens]. A row is, turn by turn, what the acting agents read, an end token
+    that only marks the place, and what they write, re-tokenised. critic(h_t): the value head's output before that mark.
     """
     marks = joint.marks[rows]  # [M, tokens of the longest text + 1] t on the end token of turn t, 0 elsewhere
     out = critic.critic.read(joint.ids[rows], before=marks > 0)
@@ -350,7 +350,7 @@ def critic_forward(critic, joint, rows, m):
 def learn(agents, critic, rollouts, args, generator):
     """One update of a team; returns a list of the agents' metrics, and the critic's. This function is the algorithm."""
     last_turn = distributed.max(torch.cat([each.turns for each in rollouts], 1))  # T, the last in which any agent acts
-    num_sampled = sum(sum_by(each.turns, each.mask.float(), last_turn) for each in rollouts)  # [B, T + 1] in each turn
+    num_sampled = sum(sum_by(each.turns, each.mask.float(), last_turn) for each in rollouts)  # [B, T + 1] by turns
     acted = (num_sampled > 0).float()  # [B, T + 1] 1 in column t: any agent acted in turn t
 
     # 1. Rewards: c_t, the mean over agents, divided by s, the standard deviation of an episode's sum
@@ -371,7 +371,7 @@ def learn(agents, critic, rollouts, args, generator):
     with torch.no_grad():
         for agent, rollout in zip(agents, rollouts):
             mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
-            old_logprobs = torch.zeros_like(mask)  # for the KL penalty; for PPO's ratio keep them in a list
+            old_logprobs = torch.zeros_like(mask)  # for a ratio per token keep them; gather advantages by turns
             ref_logprobs = torch.zeros_like(mask)
             for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
@@ -384,9 +384,9 @@ def learn(agents, critic, rollouts, args, generator):
         # reads or writes in that turn. A text longer than the critic's context is a UserError
         joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
         for rows in joint.attention_mask.sum(1).argsort().split(args.micro_batch_size):
-            old_values[rows] = critic_forward(critic, joint, rows, m) * acted[rows]
+            old_values[rows] = critic_forward(critic, joint, rows, m) * acted[rows]  # no m_t past an end
 
-    # 4. Advantages. Another algorithm puts its own here
+    # 4. Advantages. Another algorithm puts its own here; num_generations neighbouring rows share an item
     next_values = pad(old_values[:, 1:], (0, 1))  # V_old(h_{t+1}) in column t, 0 after the last turn
     targets = (turn_rewards + args.gamma * next_values) * acted  # of V(h_t), for the critic
     advantages = targets - old_values  # A_t
@@ -400,8 +400,8 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(acted), generator=generator, device=acted.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Each process divides by the mean count; the averaged gradient is then that of total sum / total count
-            turn_count = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)  # in which any agent acted
+            # Mean counts per process: as gradients are averaged over processes, this gives total sum / total count
+            turn_count = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)  # (episode, turn) pairs
             token_counts = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch.split(args.micro_batch_size):
                 for agent, rollout, token_count in zip(agents, rollouts, token_counts):
@@ -425,10 +425,10 @@ def learn(agents, critic, rollouts, args, generator):
     for learner in *agents, critic:
         learner.schedule.step()
 
-    # 6. Metrics: means over optimiser steps (grad_norm: of the last); run.log takes the means over processes
+    # 6. Metrics: losses and entropy are means over optimiser steps, grad_norm is of the last, the others of the rollout
     num_steps = args.update_epochs * len(minibatches)
     losses = torch.stack(losses).view(-1, len(agents), 2).sum(0) / num_steps  # [N, 2]: policy loss and entropy
-    for agent_metrics, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):  # N; not the critic's
+    for agent_metrics, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):  # leaves out the critic's
         agent_metrics |= {"policy_loss": policy_loss, "entropy": entropy, "grad_norm": grad_norm}
     return metrics, {
         "value_loss": sum(value_losses) / num_steps,
@@ -442,7 +442,7 @@ def learn(agents, critic, rollouts, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over held-out episodes with any answer of the mean of the agents' returns; the same seed every time."""
+    """Mean over agents of an episode's summed rewards, over held-out episodes with an answer; sampled from one seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -450,11 +450,11 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents followed by the critic, and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (or an environment), `model`, `tokenizer` and data may be objects, in place of what flags name.
+    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects, which come first.
     """
     args = args or Args()
     distributed.start(args)
-    initials = models.load(args, model, tokenizer)  # per agent: its tokenizer, and its frozen model once used
+    initials = models.load(args, model, tokenizer)  # per agent: its tokenizer; its frozen model is loaded when used
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # drops long prompts
     batches = tasks.shuffled_batches(train_items, args)  # [update]: its items, before num_generations repeats them
@@ -465,13 +465,13 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
     critic = Critic(initials[0], len(batches), args)
 
-    with run.start([*agents, critic], generator):  # saves them and the random state (--save-interval, the end); resumes
+    with run.start([*agents, critic], generator):  # resumes; saves all (--save-interval, the end)
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)
             metrics, critic_metrics = learn(agents, critic, rollouts, args, generator)
             eval_reward = evaluate(agents, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
-            run.log(items, rollouts, metrics, eval_reward, critic_metrics)
+            run.log(items, rollouts, metrics, eval_reward, critic_metrics)  # means over processes
     return [*agents, critic], run
 
 

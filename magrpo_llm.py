@@ -68,7 +68,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
     num_generations: Annotated[int, Field(ge=2)] = 4  # K: episodes per item (a group), in neighbouring rows
-    num_turns: PositiveInt = 1  # most environment steps per episode; the default task always has one
+    num_turns: PositiveInt = 1  # most turns that TeamEnv plays (one of --env ends itself); the default task has one
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers, the same throughout a group
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
@@ -92,8 +92,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
-# A task is these functions, of which it needs formatters and reward_func. tasks.load_task wraps the last three: it
-# passes only arguments that they name (all: docs/tasks.md), checks results, repeats a team's rewards for each agent.
+# A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
+# is read. load_task wraps the last three: they may name any argument in docs/tasks.md, made of the `histories` below.
 
 
 def train_dataset(size, seed):
@@ -125,7 +125,7 @@ def reward_func(*completions, items):
 
 
 def external_transition(item, agent_completions):
-    """Returns N next prompts, or None: the end, as here. Where one repeats the chat, only what is new is read."""
+    """Returns an item's N next prompts, or None: the end, as here. Of a repeated chat only what is new is read."""
     return None
 
 
@@ -146,13 +146,13 @@ class Agent:
 
 
 class TeamEnv:
-    """Plays B episodes of a task with N agents: in each turn all agents answer, then all are rewarded.
+    """Plays B episodes of a task with N agents. This one: in each turn all agents answer, then all are rewarded.
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode in no observations has ended; nothing else ends one, so end all within --num-turns steps. Where an agent
-    has no room for an answer, b ends for all: it is in no later actions, its rewards are ignored. Optional: `failed`, a
-    set of episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
+    An episode ends when no observations have it or step cuts it: see to that within --num-turns steps. If an agent has
+    no room for an answer, b is cut: from this turn on nobody answers or earns in it. Optional: `failed`, a set of
+    episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -180,11 +180,11 @@ class TeamEnv:
     def step(self, actions):
         """Play one turn, given the actions, N dicts {episode: answer}.
 
-        Returns the next observations; the rewards, N dicts {episode: float}, also for agents that waited; and the set
-        of episodes that it cuts (here none): they keep this turn's rewards, and their new chats are not answered.
+        Returns the next observations; the rewards, N dicts {episode: float}, where agents that waited may have some and
+        none is 0; and the set of episodes that it cuts (here none): this turn's rewards count, new chats go unanswered.
         """
         self.turn += 1
-        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers} of those that go on
+        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers}
         for b in answers:
             for own_history, answer in zip(self.histories[b], answers[b]):
                 own_history.append(answer)
@@ -233,7 +233,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
 
 
-@models.in_chunks_or_by_vllm  # called on --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM samples
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts per call, for none no call; or vLLM in its place
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -274,14 +274,14 @@ def play(agents, task, items, args, generator):
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; `own` below: those of one agent
     observations = env.reset()
-    truncated = set()  # cut episodes: ended by the environment, or because an agent had no room to answer
+    truncated = set()  # episodes that were cut: by env.step, or because an agent had no room to answer
     turn = 0
     with models.sampling(agents, args):  # hands vLLM the current weights, gathers sharded ones
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat template, after closing an answer without an end token; ids past the limit are dropped
+                    # By the chat template, after an end token if the answer lacks it; cut where the model's room ends
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
@@ -313,15 +313,15 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Returns [B, last + 1]: entry [b, k] is the sum of x[b] where index[b] == k. x and index are [B, S]."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. By turns column 0 is no turn."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
 def policy_forward(policy, rollout, rows, args):
     """log pi and the entropy H of each sampled token, both [M, S], 0 in all other columns."""
     mask = rollout.mask[rows]
-    # What precedes each sampled token: logits[:, :-1][mask[:, 1:]] of a full pass, of which only these n are computed.
-    # Padding is on the right, so a causal model needs no attention mask
+    # The rows are read up to the last sampled token; the output layer computes only logits[:, :-1][mask[:, 1:]], which
+    # predict the n sampled tokens. Padding is on the right, so a causal model needs no attention mask
     out = policy.read(rollout.ids[rows], before=mask)
     pi = models.Categorical(out.logits, args.temperature)  # n distributions
     logprobs = pi.log_prob(rollout.ids[rows][mask])
@@ -361,7 +361,7 @@ def learn(agent, rollout, args, generator):
     mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
 
     # 1. log pi_old and log pi_ref: before any optimiser step, without gradients, one pass each of actor and reference
-    old_logprobs = torch.zeros_like(mask)  # not kept from sampling; for the KL penalty, and a ratio if any
+    old_logprobs = torch.zeros_like(mask)  # not as sampled (--top-p ...); for the KL penalty, or a ratio
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
         for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
@@ -385,7 +385,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Each process divides by the mean count; the averaged gradient is then that of total sum / total count
+            # Mean counts per process: as gradients are averaged over processes, this gives total sum / total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -402,7 +402,7 @@ def learn(agent, rollout, args, generator):
             agent.optimizer.zero_grad()
     agent.schedule.step()
 
-    # 5. Metrics: means over optimiser steps (grad_norm: of the last); run.log takes the means over processes
+    # 5. Metrics: losses and entropy are means over optimiser steps, grad_norm is of the last, the others of the rollout
     policy_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
@@ -418,7 +418,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over held-out episodes with any answer of the mean of the agents' returns; the same seed every time."""
+    """Mean over agents of an episode's summed rewards, over held-out episodes with an answer; sampled from one seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -426,11 +426,11 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (or an environment), `model`, `tokenizer` and data may be objects, in place of what flags name.
+    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects, which come first.
     """
     args = args or Args()
     distributed.start(args)
-    initials = models.load(args, model, tokenizer)  # per agent: its tokenizer, and its frozen model once used
+    initials = models.load(args, model, tokenizer)  # per agent: its tokenizer; its frozen model is loaded when used
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # drops long prompts
     batches = tasks.shuffled_batches(train_items, args)  # [update]: its items, before num_generations repeats them
@@ -440,13 +440,13 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
 
-    with run.start(agents, generator):  # saves them and the random state (--save-interval, the end); resumes
+    with run.start(agents, generator):  # resumes; saves all (--save-interval, the end)
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)
             metrics = [learn(agent, rollout, args, generator) for agent, rollout in zip(agents, rollouts)]
             eval_reward = evaluate(agents, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
-            run.log(items, rollouts, metrics, eval_reward)
+            run.log(items, rollouts, metrics, eval_reward)  # means over processes
     return agents, run
 
 

@@ -1,11 +1,11 @@
 """PPO for language models on LoRA adapters: one agent or a team on one base, one turn or many, in one file.
 
 Each agent has its own actor and critic: adapters on a base that agents share (--lora-rank 0: whole models). With
---no-use-separate-critic the critic is a value head on the actor, and the critic's loss trains the actor too. a_t is an
-agent's t-th action, a token that it samples in a turn k, and h_t is all that it has read and written before a_t:
+--no-use-separate-critic the critic is a value head on the actor, and the critic's loss trains the actor too. Turn k is
+the k-th step of the environment, a_t an agent's t-th token, in turn k, h_t all that it has read and written before a_t:
 
     r_t     = its rewards from a_t until a_{t+1}       --reward-normalization divides them by the std of episodes' sums
-    m_k     = mean, over the rollout's episodes in which it acts in turn k, of its undiscounted sum of r from turn k on
+    m_k     = mean of its undiscounted sum of r from turn k on, over the rollout's episodes in which it acts in turn k
     V(h_t)  = critic(h_t) + m_k                        m_k is not in PPO and not trained: the critic learns what is left
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t counts its actions through all turns
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
@@ -16,11 +16,11 @@ agent's t-th action, a token that it samples in a turn k, and h_t is all that it
                                   R_t = A_t + V_old(h_t), V_clip = V_old(h_t) + clip(V(h_t) - V_old(h_t), -eps, eps)
 
 Old:   pi_old, V_old, m, A' and R are computed once per rollout; pi_ref is the initial policy or an older actor.
-End:   V_old = 0 after its last action, in turn k. If the episode was cut, by its environment or for lack of room, V_old
-       is critic(all read and written) + m_after, the mean sum of r from its next action on: see mean_rewards_to_go.
+End:   V_old(h_{t+1}) = 0 after its last action, also where --num-turns ends a task or a one-player game. Of an episode
+       cut by its environment or for lack of room it is critic(all read and written) + m_after: mean_rewards_to_go.
 A':    (A - mean) / s, with mean and std over the rollout's actions, s = max(std, 0.98 * s of the previous update). This
        slow s is not in PPO. Without --advantage-normalization A' = A.
-Means: of the actor's loss over a mini-batch's sampled tokens, of the critic's over a mini-batch's actions.
+Means: over a mini-batch's sampled tokens (with --turn-level-clip the max over its answers); the critic's over actions.
 Turns: with --action-granularity turn a whole answer is one action: r, V, delta, A and R are per answer, and all its
        tokens have its A', while rho, d and H stay per token. V of an answer is that of its first token, unless
        --turn-value-reduction says otherwise. With --turn-level-clip an answer has one rho, the product over its tokens.
@@ -47,16 +47,16 @@ from torch.nn.functional import pad
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import Fraction, command_line, flags, needs, not_with  # not_with("x=1"): an error where x is 1
+from utils.cli import Fraction, command_line, flags, needs, not_with  # not_with("x=1"): an error if set while x is 1
 from utils.clock import timed
-from utils.envs.guess import guess_value, optimum  # noqa: F401  optimum: best score, plotted; drop it if rewards change
+from utils.envs.guess import guess_value, optimum  # noqa: F401  optimum: Env's best score, which utils plots
 from utils.opponents import make_opponents
 from utils.run import FolderArgs, Run
 
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; the comments are the help. needs("x"): an error where x is off. The base classes have more: see --help."""
+    """Flags; the comments are the help. needs("x"): an error if set while x is off. Base classes have more: --help."""
 
     seed: NonNegativeInt = 1  # same seed, same number of processes: same run (on a GPU only with --deterministic)
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -68,7 +68,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     opponent_run: str | None = needs("self_play")  # folder of another run, whose final agents are the opponents
     use_separate_critic: bool = True  # the critic has its own adapters or model; else it is a value head on the actor
     lora_rank: NonNegativeInt = 16  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
-    use_separate_reference_adapter: bool = True  # the reference has adapters of its own; else it is the initial model
+    use_separate_reference_adapter: bool = True  # the reference is a copy, which can be updated; else the initial model
     # every so many updates the actor is copied to the reference; 0: never
     reference_update_interval: NonNegativeInt = needs("use_separate_reference_adapter", default=0)
     num_train_epochs: PositiveInt = 3  # passes over the training set
@@ -78,7 +78,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
     num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
-    num_turns: PositiveInt = 6  # most environment steps per episode
+    num_turns: PositiveInt = 6  # most turns of a game; one of --env ends itself
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
@@ -116,8 +116,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# An Env plays one episode. `play` gets B of them as a utils.envs.Games, with TeamEnv's methods; truncated=True cuts an
-# episode. TeamEnv itself plays tasks, whose functions are passed only the arguments they name: docs/tasks.md.
+# An Env plays one episode; utils.envs.Games gives `play` B of them, with TeamEnv's methods; truncated=True cuts one.
+# TeamEnv plays a task through a utils.tasks.Task, whose methods it calls; what your own functions get: docs/tasks.md.
 
 
 class Env:
@@ -182,13 +182,13 @@ class Agent:
 
 
 class TeamEnv:
-    """Plays B episodes of a task with N agents: in each turn all agents answer, then all are rewarded.
+    """Plays B episodes of a task with N agents. This one: in each turn all agents answer, then all are rewarded.
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode in no observations has ended; nothing else ends one, so end all within --num-turns steps. Where an agent
-    has no room for an answer, b ends for all: it is in no later actions, its rewards are ignored. Optional: `failed`, a
-    set of episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
+    An episode ends when no observations have it or step cuts it: see to that within --num-turns steps. If an agent has
+    no room for an answer, b is cut: from this turn on nobody answers or earns in it. Optional: `failed`, a set of
+    episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -216,11 +216,11 @@ class TeamEnv:
     def step(self, actions):
         """Play one turn, given the actions, N dicts {episode: answer}.
 
-        Returns the next observations; the rewards, N dicts {episode: float}, also for agents that waited; and the set
-        of episodes that it cuts (here none): they keep this turn's rewards, and their new chats are not answered.
+        Returns the next observations; the rewards, N dicts {episode: float}, where agents that waited may have some and
+        none is 0; and the set of episodes that it cuts (here none): this turn's rewards count, new chats go unanswered.
         """
         self.turn += 1
-        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers} of those that go on
+        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers}
         for b in answers:
             for own_history, answer in zip(self.histories[b], answers[b]):
                 own_history.append(answer)
@@ -269,7 +269,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut
 
 
-@models.in_chunks_or_by_vllm  # called on --hf-generate-chunk-size contexts at a time; with --use-vllm vLLM samples
+@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts per call, for none no call; or vLLM in its place
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -310,14 +310,14 @@ def play(agents, task, items, args, generator):
     env = getattr(task, "TeamEnv", TeamEnv)(task, items, args)  # the task's own class, as games have, or the above
     transcripts = [[Transcript() for _ in items] for _ in agents]  # [i][b]; `own` below: those of one agent
     observations = env.reset()
-    truncated = set()  # cut episodes: ended by the environment, or because an agent had no room to answer
+    truncated = set()  # episodes that were cut: by env.step, or because an agent had no room to answer
     turn = 0
     with models.sampling(agents, args):  # hands vLLM the current weights, gathers sharded ones
         while any(observations):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # The chat template, after closing an answer without an end token; ids past the limit are dropped
+                    # By the chat template, after an end token if the answer lacks it; cut where the model's room ends
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
@@ -349,7 +349,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """Returns [B, last + 1]: entry [b, k] is the sum of x[b] where index[b] == k. x and index are [B, S]."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. By turns column 0 is no turn."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -369,7 +369,7 @@ def policy_forward(policy, rollout, places, rows, args):
 
 
 def critic_forward(agent, rollout, places, rows, hidden_states, m):
-    """V(h_t) = critic(h_t) + m, [M, S]; m alone where `places` is False. hidden_states [n, D] are the actor's."""
+    """V(h_t) = critic(h_t) + m, [M, S]; m [B, S] alone where not `places`. hidden_states [n, D] are the actor's."""
     places = places[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], before=places).hidden_states
@@ -379,7 +379,7 @@ def critic_forward(agent, rollout, places, rows, hidden_states, m):
 def gae(rewards, values, mask, is_cut_end, gamma, gae_lambda):
     """Generalised advantage estimation along each row; columns with mask 0 are skipped, and V = 0 after the last.
 
-    In a row with a cut end V after the last is values there, not 0. All tensors are [B, S]. Returns (advantages,
+    In a row that was cut, V after the last is that at its cut end. All tensors are [B, S]. Returns (advantages,
     returns), where returns = A + V are the critic's targets; both are 0 where mask is 0.
     """
     advantages = torch.zeros_like(values)
@@ -419,7 +419,7 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; a factor of losses, for terms that you add
     lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last_column = mask.shape[1] - 1  # padding in all rows
@@ -450,7 +450,7 @@ def learn(agent, rollout, args, generator):
     m = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + m; with m = 0: plain PPO
 
     # 4. Log-probabilities and values before the update, without gradients: actor, critic model and, for a KL loss, the
-    #    reference read the rollout once. The sampler's own log-probabilities differ, with --top-p or vLLM
+    #    reference read the rollout once. With --top-p or vLLM these are not the sampler's, for which nothing corrects
     old_logprobs = torch.zeros_like(mask)
     ref_logprobs = torch.zeros_like(mask)
     old_token_values = torch.zeros_like(mask)
@@ -464,8 +464,8 @@ def learn(agent, rollout, args, generator):
     # [B, S] V of actions, in their columns, and V at cut ends; 0 elsewhere
     old_values = sum_by(action_column, old_token_values * value_weights, last_column) + old_token_values * is_cut_end
 
-    # 5. Advantages, and returns, the critic's targets, in the columns of actions. Another algorithm puts its own here.
-    #    Without a critic: returns = old_values and --value-loss-coef 0; the metric explained_variance is 1 then
+    # 5. Advantages, and returns, the critic's targets, in the columns of actions. Another algorithm puts its own here;
+    #    one without a critic has returns = old_values (explained_variance is 1 then), and --value-loss-coef 0
     advantages, returns = gae(rewards, old_values, action_mask, is_cut_end, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
@@ -483,7 +483,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Each process divides by the mean count; the averaged gradient is then that of total sum / total count
+            # Mean counts per process: as gradients are averaged over processes, this gives total sum / total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
@@ -523,7 +523,7 @@ def learn(agent, rollout, args, generator):
     for schedule in agent.schedules:
         schedule.step()
 
-    # 7. Metrics: the five in `losses` are means over optimiser steps; run.log takes the means over processes
+    # 7. Metrics: the five in `losses` are means over optimiser steps, grad_norm is of the last, others of the rollout
     losses = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     policy_loss, value_loss, entropy, kl_loss, clip_fraction = losses
     metrics = {
@@ -531,7 +531,7 @@ def learn(agent, rollout, args, generator):
         "value_loss": value_loss,
         "entropy": entropy,
         "clip_fraction": clip_fraction,
-        "grad_norm": grad_norms[0],  # of the actor
+        "grad_norm": grad_norms[0],  # the actor's, before it is clipped
         "explained_variance": distributed.explained_variance(returns, old_values, action_mask),
     }
     if args.kl_loss_coef > 0:
@@ -546,7 +546,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over held-out episodes with any answer of the mean of the agents' returns; the same seed every time."""
+    """Mean over agents of an episode's summed rewards, over held-out episodes with an answer; sampled from one seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -554,11 +554,11 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (or an environment), `model`, `tokenizer` and data may be objects, in place of what flags name.
+    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects, which come first.
     """
     args = args or Args()
     distributed.start(args)
-    initials = models.load(args, model, tokenizer)  # per agent: its tokenizer, and its frozen model once used
+    initials = models.load(args, model, tokenizer)  # per agent: its tokenizer; its frozen model is loaded when used
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # default: this file's Env
     train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # drops long prompts
     batches = tasks.shuffled_batches(train_items, args)  # [update]: its items, before num_generations repeats them
@@ -570,7 +570,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     players = agents * (args.num_agents // len(agents))  # one per seat; with --self-play the one agent in all
     opponents = make_opponents(agents[0], initials[0], args)  # None: no opponents, the players take all seats
 
-    with run.start(agents, generator):  # saves them and the random state (--save-interval, the end); resumes
+    with run.start(agents, generator):  # resumes; saves all (--save-interval, the end)
         for update in run.updates():
             for agent in agents:
                 if update and args.reference_update_interval and update % args.reference_update_interval == 0:
@@ -583,7 +583,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
             if opponents:
                 metrics[0] |= opponents.metrics(update, rollouts)
             eval_reward = evaluate(players, task, eval_items, args) if run.is_due(update, args.eval_interval) else None
-            run.log(items, rollouts, metrics, eval_reward, seats=seats)
+            run.log(items, rollouts, metrics, eval_reward, seats=seats)  # means over processes
     return agents, run
 
 
