@@ -168,27 +168,26 @@ class TeamEnv:
         chats = {}
         for b, item in enumerate(self.items):
             chats[b] = [self.task.formatters(item, i) for i in range(self.args.num_agents)]
-        return self.observe(chats)
+        return self.record(chats)
 
-    def observe(self, chats):
-        """Append {episode: N chats} to the histories; returns them as observations, N dicts {episode: chat}."""
-        for b in chats:
-            for own_history, chat in zip(self.histories[b], chats[b]):
-                own_history.append(chat)
-        return [{b: chats[b][i] for b in chats} for i in range(self.args.num_agents)]
+    def record(self, texts):
+        """Append {episode: N chats or answers} to the histories; returns them as N dicts {episode: chat or answer}."""
+        for b in texts:
+            for own_history, text in zip(self.histories[b], texts[b]):
+                own_history.append(text)
+        return [{b: texts[b][i] for b in texts} for i in range(self.args.num_agents)]
 
     def step(self, actions):
         """Play one turn, given the actions, N dicts {episode: answer}.
 
-        Returns the next observations; the rewards, N dicts {episode: float}, where agents that waited may have some and
-        none is 0; and the set of episodes that it cuts (here none): this turn's rewards count, new chats go unanswered.
+        Returns the next observations; the rewards, N dicts {episode: float}, also for agents that waited (missing: 0);
+        and the set of episodes that it cuts (here none): this turn's rewards count, new chats go unanswered.
         """
         self.turn += 1
         answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers}
-        for b in answers:
-            for own_history, answer in zip(self.histories[b], answers[b]):
-                own_history.append(answer)
-        items, histories = [self.items[b] for b in answers], [self.histories[b] for b in answers]
+        self.record(answers)
+        items = [self.items[b] for b in answers]
+        histories = [self.histories[b] for b in answers]
         completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
         rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists too
         next_chats = {}
@@ -197,7 +196,7 @@ class TeamEnv:
                 chats = self.task.external_transition(self.items[b], answers[b], history=self.histories[b])
                 if chats is not None:
                     next_chats[b] = chats
-        return self.observe(next_chats), [dict(zip(answers, own_rewards)) for own_rewards in rewards], set()
+        return self.record(next_chats), [dict(zip(answers, own_rewards)) for own_rewards in rewards], set()
 
 
 # --- Rollouts ---------------------------------------------------------------------------------------------------------
