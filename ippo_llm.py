@@ -16,9 +16,9 @@ samples in turn k of an episode, and h_t all that it has read and written before
     critic    minimises  value_loss_coef * mean of  max((V(h_t) - R_t)^2, (V_clip - R_t)^2)
                          V_clip = V_old(h_t) + clip(V(h_t) - V_old(h_t), -value_clip_range, value_clip_range)
 
-Losses are means over a mini-batch's sampled tokens. pi_old, V_old, m, A' and R are computed once per rollout: its later
-optimiser steps (by default 3 of 4) are off-policy, uncorrected: as on CoMLRL's page the policy loss has no ratio and no
-clip (ppo_llm.py has both). Not on that page: s, m_k, the KL penalty. Without normalisation e_k = c_k and A' = A.
+Losses are means over a mini-batch's sampled tokens. pi_old, V_old, m, A' and R are computed once per rollout, so all
+optimiser steps but the first (by default 3 of 4) are off-policy. They are not corrected: as on CoMLRL's page there is
+no ratio and no clip of it (ppo_llm.py has both). Additions: s, m_k, KL penalty. Unnormalised e_k = c_k and A' = A.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -63,7 +63,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
     num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
-    num_turns: PositiveInt = 1  # most turns that TeamEnv plays (one of --env ends itself); the default task has one
+    num_turns: PositiveInt = 1  # most turns of an episode (your own TeamEnv has to keep it); the default task has one
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
@@ -92,7 +92,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
-# is read. load_task wraps the last three: they may name any argument in docs/tasks.md, made of the `histories` below.
+# is read. TeamEnv calls wrappers of the last three: yours get those arguments in docs/tasks.md that they name.
 
 
 def train_dataset(size, seed):
@@ -132,7 +132,7 @@ def external_transition(item, agent_completions):
 
 
 class Agent:
-    """What learns. Run saves actor, critic, value_head, state and optimizers; modules of your own go in value_head."""
+    """What learns. Run saves actor, optimizers and, if there, critic, value_head (own modules belong in it), state."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer
@@ -155,9 +155,9 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it: see to that within --num-turns steps. If an agent has
-    no room for an answer, b is cut: from this turn on nobody answers or earns in it. Optional: `failed`, a set of
-    episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
+    An episode ends when no observations have it or step cuts it; end it by --num-turns, which play does not look at. If
+    an agent has no room for an answer, b is cut: no actions have b from this turn on, and what it earned before counts.
+    Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -194,7 +194,7 @@ class TeamEnv:
         items = [self.items[b] for b in answers]
         histories = [self.histories[b] for b in answers]
         completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists too
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists: a team's is repeated
         next_chats = {}
         if self.turn < self.args.num_turns:
             for b in answers:
@@ -237,7 +237,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts per call, for none no call; or vLLM in its place
+@models.in_chunks_or_by_vllm  # splits contexts by --hf-generate-chunk-size, skips an empty list; or vLLM samples
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -293,7 +293,7 @@ def play(agents, task, items, args, generator):
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
                 sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
-                texts = models.decode(sampled, agent, args)  # without the end token
+                texts = models.decode(sampled, agent, args)  # --skip-special-tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
@@ -304,7 +304,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # its last token so far ends an answer: it has read nothing since
+                    if own[b].answers:  # then its last token ends an answer: who reads in a turn also answers in it
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # only now: this turn's rewards still count
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -317,7 +317,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. By turns column 0 is no turn."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Of turns, 0 is what it read."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -334,7 +334,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states, m):
-    """V(h_t) = critic(h_t) + m_k, [M, S], 0 elsewhere. hidden_states [n, D] are the actor's, m [T + 1]."""
+    """V(h_t) = critic(h_t) + m_k, [M, S], 0 elsewhere. A head on the actor takes its hidden_states. m: [T + 1]."""
     mask = rollout.mask[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], before=mask).hidden_states
@@ -360,7 +360,7 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; a factor of losses, for terms that you add
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; log pi, H and V are 0 elsewhere, a ratio is not
     last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 
@@ -377,7 +377,7 @@ def learn(agent, rollout, args, generator):
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k; m_0 = 0, so V = 0 on what it read
 
     # 3. Before any optimiser step, without gradients: one pass each of actor, reference and, if any, critic model
-    old_logprobs = torch.zeros_like(mask)  # not as sampled (--top-p ...); for the KL penalty, or a ratio
+    old_logprobs = torch.zeros_like(mask)  # log pi_old, without --top-p ...; for the KL penalty, or a ratio
     ref_logprobs = torch.zeros_like(mask)
     old_values = torch.zeros_like(rewards)
     with torch.no_grad():
@@ -386,7 +386,7 @@ def learn(agent, rollout, args, generator):
             ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rows, args)
             old_values[rows] = critic_forward(agent, rollout, rows, hidden_states, m)
 
-    # 4. Advantages. Another algorithm puts its own here; num_generations neighbouring rows share an item
+    # 4. Advantages. Another algorithm puts its own here; num_generations neighbouring rows are of one item
     token_rewards = rewards - args.kl_coef * (old_logprobs - ref_logprobs) * mask  # r_t
     advantages, returns = gae(token_rewards, old_values, mask, args.gamma, args.gae_lambda)  # A_t, R_t
     if args.advantage_normalization:
@@ -399,7 +399,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Mean counts per process: as gradients are averaged over processes, this gives total sum / total count
+            # Counts are means over processes, as gradients are: sum / mean count, averaged, is total sum / total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
@@ -431,7 +431,7 @@ def learn(agent, rollout, args, generator):
         "value_loss": value_loss,
         "entropy": entropy,
         "grad_norm": grad_norms[0],  # the actor's, before it is clipped
-        "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),
+        "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),  # per token
         "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
         "explained_variance": distributed.explained_variance(returns, old_values, mask),
     }
@@ -442,7 +442,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over agents of an episode's summed rewards, over held-out episodes with an answer; sampled from one seed."""
+    """Mean over held-out episodes with an answer, and over agents, of summed rewards; with the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -450,7 +450,7 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects, which come first.
+    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects; they beat flags.
     """
     args = args or Args()
     distributed.start(args)

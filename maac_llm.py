@@ -61,7 +61,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes per update, all processes together
     num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
-    num_turns: PositiveInt = 1  # most turns that TeamEnv plays (one of --env ends itself); the default task has one
+    num_turns: PositiveInt = 1  # most turns of an episode (your own TeamEnv has to keep it); the default task has one
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
@@ -87,7 +87,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
-# is read. load_task wraps the last three: they may name any argument in docs/tasks.md, made of the `histories` below.
+# is read. TeamEnv calls wrappers of the last three: yours get those arguments in docs/tasks.md that they name.
 
 
 def train_dataset(size, seed):
@@ -155,9 +155,9 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it: see to that within --num-turns steps. If an agent has
-    no room for an answer, b is cut: from this turn on nobody answers or earns in it. Optional: `failed`, a set of
-    episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
+    An episode ends when no observations have it or step cuts it; end it by --num-turns, which play does not look at. If
+    an agent has no room for an answer, b is cut: no actions have b from this turn on, and what it earned before counts.
+    Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -194,7 +194,7 @@ class TeamEnv:
         items = [self.items[b] for b in answers]
         histories = [self.histories[b] for b in answers]
         completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists too
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists: a team's is repeated
         next_chats = {}
         if self.turn < self.args.num_turns:
             for b in answers:
@@ -237,7 +237,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts per call, for none no call; or vLLM in its place
+@models.in_chunks_or_by_vllm  # splits contexts by --hf-generate-chunk-size, skips an empty list; or vLLM samples
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -293,7 +293,7 @@ def play(agents, task, items, args, generator):
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
                 sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
-                texts = models.decode(sampled, agent, args)  # without the end token
+                texts = models.decode(sampled, agent, args)  # --skip-special-tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
@@ -304,7 +304,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # its last token so far ends an answer: it has read nothing since
+                    if own[b].answers:  # then its last token ends an answer: who reads in a turn also answers in it
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # only now: this turn's rewards still count
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -317,7 +317,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. By turns column 0 is no turn."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Of turns, 0 is what it read."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -385,7 +385,7 @@ def learn(agents, critic, rollouts, args, generator):
         for rows in joint.attention_mask.sum(1).argsort().split(args.micro_batch_size):
             old_values[rows] = critic_forward(critic, joint, rows, m) * acted[rows]  # no m_t past an end
 
-    # 4. Advantages. Another algorithm puts its own here; num_generations neighbouring rows share an item
+    # 4. Advantages. Another algorithm puts its own here; num_generations neighbouring rows are of one item
     next_values = pad(old_values[:, 1:], (0, 1))  # V_old(h_{t+1}) in column t, 0 after the last turn
     targets = (turn_rewards + args.gamma * next_values) * acted  # of V(h_t), for the critic
     advantages = targets - old_values  # A_t
@@ -399,7 +399,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(acted), generator=generator, device=acted.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Mean counts per process: as gradients are averaged over processes, this gives total sum / total count
+            # Counts are means over processes, as gradients are: sum / mean count, averaged, is total sum / total count
             turn_count = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)  # (episode, turn) pairs
             token_counts = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch.split(args.micro_batch_size):
@@ -441,7 +441,7 @@ def learn(agents, critic, rollouts, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over agents of an episode's summed rewards, over held-out episodes with an answer; sampled from one seed."""
+    """Mean over held-out episodes with an answer, and over agents, of summed rewards; with the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -449,7 +449,7 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents followed by the critic, and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects, which come first.
+    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects; they beat flags.
     """
     args = args or Args()
     distributed.start(args)

@@ -5,7 +5,7 @@ times (--num-generations), and an agent's return from turn t on is compared with
 all that the agent has read and written before it gives answer a_t in turn t; log pi(a_t|h_t) sums over the tokens of
 a_t. `learn` computes, in this order:
 
-    e_t     = the agent's rewards from its answer in turn t until its next; those before its first are not used
+    e_t     = rewards from its answer in turn t until its next (summed by `play`); those before its first are not used
     r_t     = e_t - kl_coef (log pi_old(a_t|h_t) - log pi_ref(a_t|h_t))        0 in turns in which it waits
     R_t     = r_t + gamma R_{t+1}                      turn by turn, also where it waits; 0 after the last turn
     A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
@@ -29,7 +29,7 @@ Here each of the K episodes is played from start to end: after turn 1 a group co
 log pi and H use logits / temperature; --top-p, --top-k, --min-p and penalties act in sampling only. Models stay in eval
 mode, but --lora-dropout is on in passes with gradients. torchrun splits the episodes; means and gradients are over all.
 Shapes: N agents; B episodes (rows) per process; S token columns, padded on the right; T last turn. A forward pass has M
-of the B rows, n sampled tokens in them.
+of the B rows, n sampled tokens in them. H is entropy; T is the last turn in which the agent answers.
 
 Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
 """
@@ -68,7 +68,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
     num_generations: Annotated[int, Field(ge=2)] = 4  # K: episodes per item (a group), in neighbouring rows
-    num_turns: PositiveInt = 1  # most turns that TeamEnv plays (one of --env ends itself); the default task has one
+    num_turns: PositiveInt = 1  # most turns of an episode (your own TeamEnv has to keep it); the default task has one
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers, the same throughout a group
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
@@ -78,7 +78,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     # subtracted from R_t: the mean of its group, the mean of the others in it, its maximum, or nothing
     advantage_mode: Literal["mean", "rloo", "max", "raw"] = "mean"
     kl_coef: NonNegativeFloat = 0.03  # weight of the KL penalty in r_t, in rewards per nat
-    # divide A_t by the standard deviation of the group's R_t; off with raw, which may have equal ones
+    # divide A_t by the standard deviation of the group's R_t; refused with raw: it may be 0 where A_t is not
     advantage_normalization: bool = not_with("advantage_mode=raw", default=False)
 
     # Optimisation
@@ -93,7 +93,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
-# is read. load_task wraps the last three: they may name any argument in docs/tasks.md, made of the `histories` below.
+# is read. TeamEnv calls wrappers of the last three: yours get those arguments in docs/tasks.md that they name.
 
 
 def train_dataset(size, seed):
@@ -150,9 +150,9 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it: see to that within --num-turns steps. If an agent has
-    no room for an answer, b is cut: from this turn on nobody answers or earns in it. Optional: `failed`, a set of
-    episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
+    An episode ends when no observations have it or step cuts it; end it by --num-turns, which play does not look at. If
+    an agent has no room for an answer, b is cut: no actions have b from this turn on, and what it earned before counts.
+    Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -189,7 +189,7 @@ class TeamEnv:
         items = [self.items[b] for b in answers]
         histories = [self.histories[b] for b in answers]
         completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists too
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists: a team's is repeated
         next_chats = {}
         if self.turn < self.args.num_turns:
             for b in answers:
@@ -232,7 +232,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts per call, for none no call; or vLLM in its place
+@models.in_chunks_or_by_vllm  # splits contexts by --hf-generate-chunk-size, skips an empty list; or vLLM samples
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -288,7 +288,7 @@ def play(agents, task, items, args, generator):
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
                 sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
-                texts = models.decode(sampled, agent, args)  # without the end token
+                texts = models.decode(sampled, agent, args)  # --skip-special-tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
@@ -299,7 +299,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # its last token so far ends an answer: it has read nothing since
+                    if own[b].answers:  # then its last token ends an answer: who reads in a turn also answers in it
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # only now: this turn's rewards still count
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -312,7 +312,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. By turns column 0 is no turn."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Of turns, 0 is what it read."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -360,7 +360,7 @@ def learn(agent, rollout, args, generator):
     mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
 
     # 1. log pi_old and log pi_ref: before any optimiser step, without gradients, one pass each of actor and reference
-    old_logprobs = torch.zeros_like(mask)  # not as sampled (--top-p ...); for the KL penalty, or a ratio
+    old_logprobs = torch.zeros_like(mask)  # log pi_old, without --top-p ...; for the KL penalty, or a ratio
     ref_logprobs = torch.zeros_like(mask)
     with torch.no_grad():
         for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
@@ -384,7 +384,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Mean counts per process: as gradients are averaged over processes, this gives total sum / total count
+            # Counts are means over processes, as gradients are: sum / mean count, averaged, is total sum / total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -407,7 +407,7 @@ def learn(agent, rollout, args, generator):
         "policy_loss": policy_loss,
         "entropy": entropy,
         "grad_norm": grad_norm,
-        "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),
+        "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),  # per token
         "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
     }
 
@@ -417,7 +417,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over agents of an episode's summed rewards, over held-out episodes with an answer; sampled from one seed."""
+    """Mean over held-out episodes with an answer, and over agents, of summed rewards; with the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -425,7 +425,7 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects, which come first.
+    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects; they beat flags.
     """
     args = args or Args()
     distributed.start(args)

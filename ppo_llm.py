@@ -2,7 +2,7 @@
 
 Each agent has its own actor and critic: adapters on a base that agents share (--lora-rank 0: whole models). With
 --no-use-separate-critic the critic is a value head on the actor, and the critic's loss trains the actor too. Turn k is
-the k-th step of the environment, a_t an agent's t-th token, in turn k, h_t all that it has read and written before a_t:
+the k-th step of the environment, a_t the t-th token that an agent samples (of turn k), h_t all read and written before:
 
     r_t     = its rewards from a_t until a_{t+1}       --reward-normalization divides them by the std of episodes' sums
     m_k     = mean of its undiscounted sum of r from turn k on, over the rollout's episodes in which it acts in turn k
@@ -16,11 +16,11 @@ the k-th step of the environment, a_t an agent's t-th token, in turn k, h_t all 
                                   R_t = A_t + V_old(h_t), V_clip = V_old(h_t) + clip(V(h_t) - V_old(h_t), -eps, eps)
 
 Old:   pi_old, V_old, m, A' and R are computed once per rollout; pi_ref is the initial policy or an older actor.
-End:   V_old(h_{t+1}) = 0 after its last action, also where --num-turns ends a task or a one-player game. Of an episode
-       cut by its environment or for lack of room it is critic(all read and written) + m_after: mean_rewards_to_go.
+End:   V_old(h_{t+1}) after its last action is 0, also where --num-turns ends a task or a one-player game; but where the
+       environment or lack of room cut the episode it is critic(all read and written) + m_after: see mean_rewards_to_go.
 A':    (A - mean) / s, with mean and std over the rollout's actions, s = max(std, 0.98 * s of the previous update). This
        slow s is not in PPO. Without --advantage-normalization A' = A.
-Means: over a mini-batch's sampled tokens (with --turn-level-clip the max over its answers); the critic's over actions.
+Means: over a mini-batch's sampled tokens, of max(...) over answers with --turn-level-clip; the critic's over actions.
 Turns: with --action-granularity turn a whole answer is one action: r, V, delta, A and R are per answer, and all its
        tokens have its A', while rho, d and H stay per token. V of an answer is that of its first token, unless
        --turn-value-reduction says otherwise. With --turn-level-clip an answer has one rho, the product over its tokens.
@@ -62,7 +62,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1  # agents of the team, or players of --env
     self_play: bool = not_with("num_agents=1", default=False)  # one agent in every seat; with opponents, in one of them
-    # how many earlier copies to keep: each update draws from them for all seats but the learner's, which rotates
+    # earlier copies to keep; in each update one seat, in rotation, is the learner's, and random copies take the others
     opponents: NonNegativeInt = needs("self_play", default=0)
     opponent_interval: PositiveInt = needs("opponents", default=10)  # updates until the next copy replaces the oldest
     opponent_run: str | None = needs("self_play")  # folder of another run, whose final agents are the opponents
@@ -78,7 +78,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
     num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
-    num_turns: PositiveInt = 6  # most turns of a game; one of --env ends itself
+    num_turns: PositiveInt = 6  # most turns of a game (your own TeamEnv has to keep to it)
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
@@ -117,7 +117,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
 # An Env plays one episode; utils.envs.Games gives `play` B of them, with TeamEnv's methods; truncated=True cuts one.
-# TeamEnv plays a task through a utils.tasks.Task, whose methods it calls; what your own functions get: docs/tasks.md.
+# --task NAME or FILE.py: TeamEnv calls it through utils.tasks.Task; your functions get other arguments: docs/tasks.md.
 
 
 class Env:
@@ -186,9 +186,9 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it: see to that within --num-turns steps. If an agent has
-    no room for an answer, b is cut: from this turn on nobody answers or earns in it. Optional: `failed`, a set of
-    episodes to learn nothing from. Example: two agents that act one after the other, with opposite rewards:
+    An episode ends when no observations have it or step cuts it; end it by --num-turns, which play does not look at. If
+    an agent has no room for an answer, b is cut: no actions have b from this turn on, and what it earned before counts.
+    Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
         step([{b: answer}, {}])  -> [{}, {b: chat}], [{b: 0.0}, {b: 0.0}], set()        agent 1 is to act
@@ -225,7 +225,7 @@ class TeamEnv:
         items = [self.items[b] for b in answers]
         histories = [self.histories[b] for b in answers]
         completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists too
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists: a team's is repeated
         next_chats = {}
         if self.turn < self.args.num_turns:
             for b in answers:
@@ -268,7 +268,7 @@ class Rollout:
     truncated: torch.Tensor  # [B] True where the episode was cut
 
 
-@models.in_chunks_or_by_vllm  # --hf-generate-chunk-size contexts per call, for none no call; or vLLM in its place
+@models.in_chunks_or_by_vllm  # splits contexts by --hf-generate-chunk-size, skips an empty list; or vLLM samples
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
@@ -324,7 +324,7 @@ def play(agents, task, items, args, generator):
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
                 episodes = [b for b in observed if b not in truncated]
                 sampled = generate(agent, [own[b].ids for b in episodes], args, generator)
-                texts = models.decode(sampled, agent, args)  # without the end token
+                texts = models.decode(sampled, agent, args)  # --skip-special-tokens
                 for b, ids, text in zip(episodes, sampled, texts):
                     own[b].extend(ids, turn)
                     own[b].answers.append(text)
@@ -335,7 +335,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # its last token so far ends an answer: it has read nothing since
+                    if own[b].answers:  # then its last token ends an answer: who reads in a turn also answers in it
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # only now: this turn's rewards still count
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -348,7 +348,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. By turns column 0 is no turn."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Of turns, 0 is what it read."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -396,9 +396,9 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     """m [B, S], the part of V that is not the critic's: m_k on the tokens of turn k, m_after at a cut end, 0 elsewhere.
 
     m_k: mean sum of rewards from turn k on, over episodes (the row's own included) in which the agent acts in turn k.
-    m_after, k being the row's last turn: mean sum of rewards from the agent's next turn on, over the episodes in which
-    it acts in turn k and again later; m_k if there are none. With --no-turn-baseline both are one mean over all turns
-    and episodes. In self-play where seats move one after the other, one seat acts in turn k, and m_k is that seat's.
+    m_after: what follows turn k, the row's last: mean sum of rewards from the next turn in which the agent acts, over
+    the episodes in which it acts in turn k and again; m_k if there are none. With --no-turn-baseline both are one mean
+    over all turns and episodes. In self-play where seats move in turn, m_k is of the one seat that acts in turn k.
     """
     last_turn = distributed.max(turns)  # T
     acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: acted in turn k
@@ -418,12 +418,12 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; a factor of losses, for terms that you add
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; log pi, H and V are 0 elsewhere, a ratio is not
     lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last_column = mask.shape[1] - 1  # padding in all rows
 
-    # 1. Actions: tokens or turns. What there is one of per action (r, V, A, R) stands in its last token's column
+    # 1. Actions: tokens or turns. The r, V, A and R of an action stand in the column of its last token
     if args.action_granularity == "token" or (args.action_granularity == "auto" and args.num_turns == 1):
         action_column = columns  # [B, S] for each sampled token, the column of its action
         action_mask = value_weights = mask  # [B, S] 1 where an action stands; a token's weight in V of its action
@@ -446,7 +446,7 @@ def learn(agent, rollout, args, generator):
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std + args.reward_norm_eps)
-    m = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + m; with m = 0: plain PPO
+    m = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + m; m = 0: the usual V of PPO
 
     # 4. Log-probabilities and values before the update, without gradients: actor, critic model and, for a KL loss, the
     #    reference read the rollout once. With --top-p or vLLM these are not the sampler's, for which nothing corrects
@@ -463,8 +463,8 @@ def learn(agent, rollout, args, generator):
     # [B, S] V of actions, in their columns, and V at cut ends; 0 elsewhere
     old_values = sum_by(action_column, old_token_values * value_weights, last_column) + old_token_values * is_cut_end
 
-    # 5. Advantages, and returns, the critic's targets, in the columns of actions. Another algorithm puts its own here;
-    #    one without a critic has returns = old_values (explained_variance is 1 then), and --value-loss-coef 0
+    # 5. Advantages, and returns, the critic's targets, in the columns of actions. Another algorithm replaces gae;
+    #    without a critic: returns = old_values, --value-loss-coef 0, --no-use-separate-critic (no critic model runs)
     advantages, returns = gae(rewards, old_values, action_mask, is_cut_end, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
@@ -482,7 +482,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Mean counts per process: as gradients are averaged over processes, this gives total sum / total count
+            # Counts are means over processes, as gradients are: sum / mean count, averaged, is total sum / total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
@@ -545,7 +545,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over agents of an episode's summed rewards, over held-out episodes with an answer; sampled from one seed."""
+    """Mean over held-out episodes with an answer, and over agents, of summed rewards; with the same seed each time."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
@@ -553,7 +553,7 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects, which come first.
+    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects; they beat flags.
     """
     args = args or Args()
     distributed.start(args)
