@@ -48,7 +48,7 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; the comments are the help. needs("x"): an error if set while x is off. Base classes have more: --help."""
+    """Flags; the comments are the help. needs("x"): an error if set while x is off. The base classes have more."""
 
     seed: NonNegativeInt = 1  # same seed, same number of processes: same run (on a GPU only with --deterministic)
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -184,7 +184,7 @@ class TeamEnv:
         """Play one turn, given the actions, N dicts {episode: answer}.
 
         Returns the next observations; the rewards, N dicts {episode: float}, also for agents that waited (missing: 0);
-        and the set of episodes that it cuts (here none): this turn's rewards count, new chats go unanswered.
+        and the set of episodes that it cuts (here none): this turn's rewards count, new chats are read, not answered.
         """
         self.turn += 1
         answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers}
@@ -213,7 +213,7 @@ class Transcript:
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
     rewards: list = field(default_factory=list)  # on an answer's last token: rewards until its next answer; else 0
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
-    earned: dict = field(default_factory=dict)  # {turn: reward} of every turn, also of those in which others act
+    earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others act
 
     def extend(self, ids, turn=0):
         self.ids += ids
@@ -231,7 +231,7 @@ class Rollout:
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
     rewards: torch.Tensor  # [B, S] on an answer's last token: rewards until the next answer; else 0
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward} of every turn; for metrics
+    earned: list  # B dicts {turn: reward}, also of turns in which others act; for metrics
     truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
 
 
@@ -357,7 +357,7 @@ def td_error(rewards, values, acted, gamma):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; log pi, H and V are 0 elsewhere, a ratio is not
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; log pi and H are 0 elsewhere, a ratio is not
     last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 

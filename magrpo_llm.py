@@ -30,7 +30,6 @@ log pi and H use logits / temperature; --top-p, --top-k, --min-p and penalties a
 mode, but --lora-dropout is on in passes with gradients. torchrun splits the episodes; means and gradients are over all.
 Shapes: N agents; B episodes (rows) per process; S token columns, padded on the right; T last turn. A forward pass has M
 of the B rows, n sampled tokens in them. H is entropy; T is the last turn in which the agent answers.
-
 Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
 """
 
@@ -55,7 +54,7 @@ from utils.tasks.tldr import pair_reward
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
-    """Flags; the comments are the help. The base classes have more: see --help."""
+    """Flags; the comments are the help. The base classes have more."""
 
     seed: NonNegativeInt = 1  # same seed, same number of processes: same run (on a GPU only with --deterministic)
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -181,7 +180,7 @@ class TeamEnv:
         """Play one turn, given the actions, N dicts {episode: answer}.
 
         Returns the next observations; the rewards, N dicts {episode: float}, also for agents that waited (missing: 0);
-        and the set of episodes that it cuts (here none): this turn's rewards count, new chats go unanswered.
+        and the set of episodes that it cuts (here none): this turn's rewards count, new chats are read, not answered.
         """
         self.turn += 1
         answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers}
@@ -210,7 +209,7 @@ class Transcript:
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
     rewards: list = field(default_factory=list)  # on an answer's last token: rewards until its next answer; else 0
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
-    earned: dict = field(default_factory=dict)  # {turn: reward} of every turn, also of those in which others act
+    earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others act
 
     def extend(self, ids, turn=0):
         self.ids += ids
@@ -228,7 +227,7 @@ class Rollout:
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
     rewards: torch.Tensor  # [B, S] on an answer's last token: rewards until the next answer; else 0
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward} of every turn; for metrics
+    earned: list  # B dicts {turn: reward}, also of turns in which others act; for metrics
     truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
 
 

@@ -56,7 +56,7 @@ from utils.run import FolderArgs, Run
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
-    """Flags; the comments are the help. needs("x"): an error if set while x is off. Base classes have more: --help."""
+    """Flags; the comments are the help. needs("x"): an error if set while x is off. The base classes have more."""
 
     seed: NonNegativeInt = 1  # same seed, same number of processes: same run (on a GPU only with --deterministic)
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
@@ -78,7 +78,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
     num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
-    num_turns: PositiveInt = 6  # most turns of a game (your own TeamEnv has to keep to it)
+    num_turns: PositiveInt = 6  # most turns of an episode (your own TeamEnv has to keep it)
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
@@ -217,7 +217,7 @@ class TeamEnv:
         """Play one turn, given the actions, N dicts {episode: answer}.
 
         Returns the next observations; the rewards, N dicts {episode: float}, also for agents that waited (missing: 0);
-        and the set of episodes that it cuts (here none): this turn's rewards count, new chats go unanswered.
+        and the set of episodes that it cuts (here none): this turn's rewards count, new chats are read, not answered.
         """
         self.turn += 1
         answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers}
@@ -246,7 +246,7 @@ class Transcript:
     turns: list = field(default_factory=list)  # 1, 2, ...: the turn in which the agent sampled the token; 0: it read it
     rewards: list = field(default_factory=list)  # on an answer's last token: rewards until its next answer; else 0
     answers: list = field(default_factory=list)  # the text of each turn in which it acted
-    earned: dict = field(default_factory=dict)  # {turn: reward} of every turn, also of those in which others act
+    earned: dict = field(default_factory=dict)  # {turn: reward}, also of turns in which others act
 
     def extend(self, ids, turn=0):
         self.ids += ids
@@ -264,7 +264,7 @@ class Rollout:
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
     rewards: torch.Tensor  # [B, S] on an answer's last token: rewards until the next answer; else 0
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward} of every turn; for metrics
+    earned: list  # B dicts {turn: reward}, also of turns in which others act; for metrics
     truncated: torch.Tensor  # [B] True where the episode was cut
 
 
@@ -418,7 +418,7 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; log pi, H and V are 0 elsewhere, a ratio is not
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; log pi and H are 0 elsewhere, a ratio is not
     lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last_column = mask.shape[1] - 1  # padding in all rows

@@ -238,6 +238,18 @@ class TwoHeads(torch.nn.Module):
         return self.first(hidden_states)
 
 
+def test_layers_that_are_frozen_behind_the_optimizer_are_saved(monkeypatch, tmp_path):
+    class Agent(ippo_llm.Agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.actor.model.requires_grad_(False)
+            self.actor.model.base_model.layers[-1:].requires_grad_(True)
+
+    monkeypatch.setattr(ippo_llm, "Agent", Agent)
+    train("ippo", folder=tmp_path / "run")
+    assert (tmp_path / "run/agent_0/model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_a_module_that_no_checkpoint_would_have_is_one_line(is_saved, monkeypatch, tmp_path):
     class Agent(ippo_llm.Agent):

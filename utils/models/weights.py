@@ -80,8 +80,9 @@ def save_agents(folder, agents, checkpoint=False, with_optimizer=False, with_bas
 def check_saved(agents):
     """Raise UserError for an agent with an optimiser of something that its folder does not have."""
     for i, agent in enumerate(agents):
-        modules = [*policies_of(agent).values(), *([agent.value_head] if hasattr(agent, "value_head") else [])]
-        saved = {id(parameter) for module in modules for parameter in module.parameters()}
+        kept = [policy.model if policy.adapter is None else policy for policy in policies_of(agent).values()]
+        kept += [agent.value_head] if hasattr(agent, "value_head") else []
+        saved = {id(parameter) for module in kept for parameter in module.parameters()}
         groups = [group for optimizer in optimizers_of(agent) for group in optimizer.param_groups]
         num_lost = sum(id(parameter) not in saved for group in groups for parameter in group["params"])
         if num_lost:
