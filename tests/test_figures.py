@@ -152,8 +152,23 @@ SENTENCES = [  # page, a sentence, its figures
     ),
     (
         "docs/report.md",
-        "comes to an exploitability of {} to {} (three seeds",
-        lambda: [f"{bound([exploitability('moving_reference', k) for k in (1, 2, 3)]):.3f}" for bound in (min, max)],
+        "comes to an exploitability of {} to {} (five seeds",
+        lambda: [f"{bound([exploitability('moving_reference', k) for k in range(1, 6)]):.3f}" for bound in (min, max)],
+    ),
+    (
+        "docs/report.md",
+        "and to {} to {} (three seeds) from a model that was made to tell its cards apart",
+        lambda: sorted(kuhn("benchmark/kuhn_reading/reading")[0])[::2],
+    ),
+    (
+        "docs/games.md",
+        "exploitability ends between {} and {} (five seeds)",
+        lambda: [f"{bound([exploitability('moving_reference', k) for k in range(1, 6)]):.3f}" for bound in (min, max)],
+    ),
+    (
+        "benchmark/games.md",
+        "to between {} and {} with GAE's lambda of 0.85",
+        lambda: [f"{bound([exploitability('moving_reference', k) for k in range(1, 6)]):.3f}" for bound in (min, max)],
     ),
     (
         "docs/games.md",
@@ -172,13 +187,13 @@ SENTENCES = [  # page, a sentence, its figures
     ),
     (
         "docs/games.md",
-        "with seeds 1, 2 and 3 to {}, {} and {} (`benchmark/kuhn_reading`)",
+        "to {}, {} and {} with seeds 1, 2 and 3 (`benchmark/kuhn_reading`)",
         lambda: kuhn("benchmark/kuhn_reading/reading")[0],
     ),
     (
         "docs/games.md",
-        "first after {}, {} and {} updates of 400, where it is {}, {} and {} without",
-        lambda: kuhn("benchmark/kuhn_reading/reading")[1] + kuhn("benchmark/kuhn/results/moving_reference")[1],
+        "first after {}, {} and {} updates of 400",
+        lambda: kuhn("benchmark/kuhn_reading/reading")[1],
     ),
     (
         "benchmark/real.md",
@@ -209,11 +224,6 @@ SENTENCES = [  # page, a sentence, its figures
         "docs/games.md",
         "they learn to cooperate, and earn {} each",
         lambda: [paid_in_a_round("dilemma_sum", -1)],
-    ),
-    (
-        "docs/games.md",
-        "falls from 0.35, after the first update, to between {} and {}",
-        lambda: [f"{bound([exploitability('moving_reference', k) for k in (1, 2, 3)]):.3f}" for bound in (min, max)],
     ),
 ]
 

@@ -210,6 +210,7 @@ def test_it_says_who_is_best_draws_it_and_keeps_the_newest_agents(whole):
     assert np.ptp(imread(whole / "population.png")) > 0.5
 
 
+@pytest.mark.slow
 def test_a_killed_population_goes_on_with_the_same_lineage_however_many_workers_it_has(script, whole):
     """SIGKILL in the third generation, with one worker; then on with two, as one that nothing stops."""
     plan(g3m1="waits")

@@ -47,7 +47,7 @@ def test_the_time_of_an_update_is_divided_among_operators(monkeypatch, capsys):
     names = [name.strip() for name in header.strip("| ").split("|")]
     for row in rows:
         shares = dict(zip(names[1:], (int(share.strip(" %")) for share in row.split("|")[3:-1])))
-        assert 97 <= sum(shares.values()) <= 103 and shares["matrix products"] > 5
+        assert 97 <= sum(shares.values()) <= 103 and shares["matrix products"] > 0
         assert (shares["optimiser"] > 0) == row.startswith("| learn")
 
 
