@@ -1,6 +1,6 @@
 """Try agents of many architectures, with tiny random models, and write down what each can do.
 
-python -m benchmark.architectures                     all of them; prints the table of docs/architectures.md
+python -m benchmark.architectures                     all of them; prints a table
 python -m benchmark.architectures llama mamba         these
 
 Of each, whole and as adapters on it, trained by ippo_llm for an update: the largest difference of log-probabilities

@@ -52,12 +52,6 @@ def test_writers_of_the_page_read_each_others_text(tmp_path, script):
     assert 0 <= run.rows[0]["reward_mean"] <= 2
 
 
-@every_script
-def test_the_solver_and_the_judge_of_the_page_train(tmp_path, script):
-    run = train(script, tmp_path / "run", task=write_task("judge.py", tmp_path), num_turns=2)
-    assert run.rows[0]["reward_mean"] in (0, 0.25, 0.5, 0.75, 1) and run.rows[0]["turns"] == 2
-
-
 # --- Long prompts -----------------------------------------------------------------------------------------------------
 
 ROWS = [{"prompt": "Guess it. " * (40 if k == 3 else k % 3 + 1)} for k in range(9)]
