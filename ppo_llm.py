@@ -398,7 +398,7 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     m_k: mean sum of rewards from turn k on, over episodes (the row's own included) in which the agent acts in turn k.
     m_after: what follows turn k, the row's last: mean sum of rewards from the next turn in which the agent acts, over
     the episodes in which it acts in turn k and again; m_k if there are none. With --no-turn-baseline both are one mean
-    over all turns and episodes. In self-play where seats move in turn, m_k is of the one seat that acts in turn k.
+    over all turns and episodes. In self-play m_k is of the seats that act in turn k, of which a game may have several.
     """
     last_turn = distributed.max(turns)  # T
     acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: acted in turn k

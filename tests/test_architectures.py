@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 from processes import ROOT
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from benchmark import architectures
+from utils.cli import UserError
 from utils.models import causal_lm
 from utils.models.loading import from_pretrained
 
@@ -50,6 +51,44 @@ def test_an_attention_that_is_not_installed_is_an_error_still(tmp_path):
     architectures.save_model("llama", tmp_path)
     with pytest.raises(ImportError, match="FlashAttention2"):
         from_pretrained(AutoModelForCausalLM, tmp_path, attn_implementation="flash_attention_2")
+
+
+@torch.no_grad()
+def test_logits_of_attention_are_capped_where_the_model_caps_them(capsys):
+    """By a cap that is far below the logits, so that it shows."""
+    model = architectures.make_model("gemma2").eval()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight *= 1e3
+        layer.self_attn.attn_logit_softcapping = 2.0
+    ids = torch.arange(3, 11).view(1, 8)
+    model.set_attn_implementation("eager")
+    right = model(ids).logits
+    model.set_attn_implementation("sdpa")
+    assert (model(ids).logits - right).abs().max() > 0.01
+    causal_lm.prepare(model, "gemma2")
+    assert torch.equal(model(ids).logits, right)
+    assert capsys.readouterr().out.count("gemma2 caps the logits of its attention, and sdpa does not") == 1
+
+
+def test_flash_attention_has_the_mixed_precision_from_the_first_pass(monkeypatch):
+    """FlashAttention is not installed here: in its place attention that refuses float32 as it does."""
+    in_half = []  # whether passes are in mixed precision: transformers then casts what FlashAttention gets
+
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        in_half.append(torch.is_autocast_enabled("cpu"))
+        return causal_lm.attend(module, query, key, value, attention_mask, **kwargs)
+
+    model = architectures.make_model("llama").eval()
+    AttentionInterface.register("standin", attend)
+    AttentionMaskInterface.register("standin", AttentionMaskInterface()["sdpa"])
+    model.set_attn_implementation("standin")
+    monkeypatch.setattr(causal_lm, "FLASH", "standin")
+    with pytest.raises(
+        UserError, match="^llama: standin does not compute in float32: it takes --mixed-precision bf16 "
+    ):
+        causal_lm.prepare(model, "llama")
+    causal_lm.prepare(model, "llama", "bf16")
+    assert {*in_half} == {True} and not getattr(model, "recomputes", False)
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next", "rwkv", "minimax"])

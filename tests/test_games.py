@@ -17,7 +17,7 @@ from utils import models, tasks
 from utils.cli import UserError
 from utils.enjoy import show
 from utils.envs import open_spiel, pettingzoo, textarena
-from utils.run.metrics import seat_metrics
+from utils.run.metrics import say_what_cancels, seat_metrics
 from utils.same import timeless
 
 pyspiel = pytest.importorskip("pyspiel")
@@ -90,9 +90,32 @@ def test_what_is_chosen_at_once_is_not_seen():
         assert totals[0] == ([0.0, 0.0] if first == "1" else [-1.0, 1.0])  # scissors lose against rock
 
 
-def test_a_match_that_is_too_long_is_cut_short():
+def test_a_match_that_is_too_long_is_cut_short(capsys):
     read, totals, _ = play("open_spiel:tic_tac_toe", lambda seat, text: "1", num_turns=2)
     assert totals == [[0.0, 0.0]] * 20 and len(read) == 20 * 2
+    told = capsys.readouterr().out
+    assert "has matches of up to 9 moves: --num-turns 2 cuts them short" in told and "matches before" not in told
+
+
+def test_it_is_told_once_where_all_matches_are_cut(capsys):
+    """Of games that do not say beforehand how long they are."""
+    game = load("open_spiel:tic_tac_toe")[0].given
+    for num_turns in (9, 4, 4):
+        env = game.make_env(None, [{"seed": 1}, {"seed": 2}], SimpleNamespace(num_turns=num_turns))
+        acting = env.reset()
+        while any(acting):
+            acting, _, cut = env.step([{b: "1" for b in own} for own in acting])
+            acting = [] if cut else acting
+    assert capsys.readouterr().out == "--num-turns 4 cuts all 2 matches before their end\n"
+
+
+@pytest.mark.parametrize("name, has_critic", [("kuhn_poker", True), ("kuhn_poker", False), ("tiny_hanabi", True)])
+def test_a_critic_of_the_team_is_told_to_be_idle_where_illegal_answers_cost_too(name, has_critic, capsys):
+    game = load(f"open_spiel:{name}", num_turns=3)[0].given
+    metrics = {"agent_0/reward_mean": -0.5, "reward_mean": -0.5, "reward_std": 0.5}
+    say_what_cancels(metrics, game.is_zero_sum, has_critic)
+    told = "the critic, which values their mean, teaches them nothing" in capsys.readouterr().out
+    assert told == (name == "kuhn_poker" and has_critic)
 
 
 def test_chance_of_the_games_own_is_drawn_from_the_seed():
@@ -112,7 +135,9 @@ def test_chance_of_the_games_own_is_drawn_from_the_seed():
         ("open_spiel:nfg_game", "map::at"),
         ("open_spiel:efg_game", "CHECK_TRUE"),
         ("open_spiel:mfg_garnet", "it is a mean-field game"),
-        ("open_spiel:crossword", "it does not say what is legal"),
+        ("open_spiel:crossword", "does not start"),
+        ("open_spiel:goofspiel(num_cards=0)", "does not start"),
+        ("open_spiel:liars_dice(numdice=0)", "does not start"),
     ],
 )
 def test_a_wrong_name_is_a_line(name, message):
@@ -210,6 +235,12 @@ def test_tic_tac_toe_of_textarena_ends_with_a_winner_and_leaves_the_random_state
     assert read[0][2].startswith("You are Player 0") and read[1][2].startswith("You are Player 1")
     assert "You are Player" not in read[2][2] and "4" in read[3][2]  # each reads what is new
     assert random.getstate() == state
+
+
+def test_a_seat_reads_what_a_game_of_textarena_says_only_when_it_is_asked():
+    pytest.importorskip("textarena")
+    read, _, _ = play("textarena:TwoDollar-v0", lambda seat, text: "[Propose] $1.00", num_matches=1, num_turns=2)
+    assert "CURRENT PROPOSAL" in read[1][2] and read[0][2].count("ROUND 1") == 1
 
 
 def test_the_second_illegal_answer_loses_in_textarena():

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -352,16 +353,45 @@ def test_an_answer_ends_where_the_template_closes_it_also_in_what_is_saved(tmp_p
         ({}, 1e8, True),
         ({"actor_learning_rate": 1e-5}, 1e8, False),
         ({}, 0.9e8, False),
-        ({"lora_rank": 4}, 1e8, False),
+        ({"lora_rank": 4, "actor_learning_rate": 3e-3}, 1e8, True),
+        ({"lora_rank": 4, "actor_learning_rate": 5e-4}, 1e8, False),
     ],
-    ids=["large", "low", "small", "adapters"],
+    ids=["large", "low", "small", "adapters", "adapters low"],
 )
 def test_a_large_model_with_a_small_ones_learning_rate_is_said_once(
     script, flags, size, is_said, file, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(policy, "count_parameters", lambda _: int(size))
+    monkeypatch.setattr(policy, "count_weights", lambda _: int(size))
     train(script, file, tmp_path / "run", **{"lora_rank": 0} | flags)
-    assert capsys.readouterr().out.count("may ruin it within a few updates: try 1e-5 or less") == is_said
+    output = capsys.readouterr().out
+    assert output.count("weights of actors learn at --actor-learning-rate") == (is_said and "lora_rank" not in flags)
+    assert output.count("adapters on 100 million weights learn at") == (is_said and "lora_rank" in flags)
+
+
+@pytest.mark.parametrize(
+    "kind, rate, dtype, size, message",
+    [
+        (
+            "critic",
+            1e-3,
+            torch.float32,
+            10**8,
+            "all 100 million weights of critics learn at --critic-learning-rate ",
+        ),
+        ("critic", 1e-4, torch.float32, 10**8, None),
+        ("critic", 1e-3, torch.float32, 10**7, None),
+        ("actor", 1e-5, torch.bfloat16, 10**3, "actors learn at --actor-learning-rate 1e-05 in bfloat16, which rounds"),
+        ("actor", 1e-4, torch.bfloat16, 10**3, None),
+        ("actor", 1e-5, torch.float32, 10**8, None),
+    ],
+)
+def test_a_rate_is_told_that_ruins_a_critic_or_is_lost_in_bfloat16(kind, rate, dtype, size, message, capsys):
+    base = SimpleNamespace(dtype=dtype, parameters=lambda: [torch.empty(size, device="meta")])
+    agent = SimpleNamespace(**{kind: SimpleNamespace(adapter=None, base=base)})  # the other is None, or not there
+    args = SimpleNamespace(actor_learning_rate=rate, critic_learning_rate=rate)
+    policy.warn_of_learning_rate([agent], args)
+    output = capsys.readouterr().out
+    assert output.startswith(message) and output.count("\n") == 1 if message else output == ""
 
 
 # --- Refused ----------------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 import copy
 import json
+import shutil
 
 import peft
 import pytest
 import torch
 from helpers import build_model
+from processes import ROOT
 from safetensors.torch import load_file
 from short_runs import FLAGS, SCRIPTS, make_task, reward_length, train
 from teams import IDS, logits_of, make_args, make_team
@@ -22,7 +24,7 @@ import ippo_llm
 from utils import models
 from utils.cli import UserError
 from utils.models import weights
-from utils.models.loading import load_frozen
+from utils.models.loading import check_model, load_frozen
 
 every_script = pytest.mark.parametrize(
     "script", [pytest.param(name, marks=[pytest.mark.rest] * (name in ("iac", "maac"))) for name in SCRIPTS]
@@ -287,3 +289,19 @@ def test_what_fails_at_a_save_loses_no_weights(owner, monkeypatch, tmp_path, cap
         agent.actor.config.save_pretrained(run.folder / f"agent_{i}")
         read = AutoModelForCausalLM.from_pretrained(run.folder / f"agent_{i}")
         assert torch.equal(read(IDS).logits, agent.actor.model(IDS).logits)
+
+
+def test_a_model_of_the_hub_that_lies_in_another_cache_needs_no_hub(tmp_path, monkeypatch):
+    def call_hub(*args, **options):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", call_hub)
+    commit = "0" * 40
+    folder = tmp_path / "models--org--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    shutil.copytree(ROOT / "utils/tiny_lm", folder / "snapshots" / commit)
+    settings = {"cache_dir": str(tmp_path), "local_files_only": True}
+    assert check_model("org/tiny", "--model", False, settings, "--model-config").model_type == "llama"
+    with pytest.raises(UserError, match="^--model .*org/tiny is no folder and can't be reached: no network$"):
+        check_model("org/tiny", "--model", False)

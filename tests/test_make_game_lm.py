@@ -89,7 +89,7 @@ def test_it_learns_the_moves_of_a_game_of_pettingzoo(tmp_path):
 
 def test_a_model_of_ones_own_learns_it_too(tmp_path):
     before, illegal_before = probabilities("utils/tiny_lm", tmp_path)
-    folder = make(tmp_path, model="utils/tiny_lm", num_layers=2, steps=12, num_matches=16)
+    folder = make(tmp_path, model="utils/tiny_lm", num_layers=2, steps=12, num_matches=16, learning_rate=3e-3)
     after, illegal = probabilities(folder, tmp_path)
     assert illegal < illegal_before - 0.2
 

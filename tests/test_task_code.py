@@ -130,6 +130,28 @@ def test_prompts_are_those_that_the_embedded_model_was_trained_on():
     assert prompts <= trained_on and len(prompts) == 80
 
 
+FENCE = "```"
+FIRST = "def total(xs):\n    return 0"
+STUB = 'def total(xs):\n    """Add up the doubles."""'
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"{MAIN}\n{FENCE}\nThis adds them up.",  # a fence that closes nothing
+        f"{MAIN}\n\nExample:\n{FENCE}python\nprint(total([1]))\n{FENCE}",
+        f"We complete\n{FENCE}python\n{STUB}\n{FENCE}\nso:\n{FENCE}python\n{MAIN}\n{FENCE}",
+        f"{FENCE}\n{FIRST}\n{FENCE}\nNo, corrected:\n{FENCE} Python3\n{MAIN}\n{FENCE}\nOutput:\n{FENCE}\n6\n{FENCE}",
+        "1. Here:\n" + "\n".join(f"   {line}" for line in f"{FENCE}py\n{MAIN}\n{FENCE}".splitlines()),
+        f"<think>\n{FENCE}\n{FIRST}\n{FENCE}\n</think>\n{FENCE}\n{MAIN}\n{FENCE}",
+        f"<think>\n{FIRST}\n</think>\n{MAIN}",
+    ],
+    ids=["stray fence", "example", "stub", "corrected", "indented", "thought in a fence", "thought"],
+)
+def test_the_function_is_found_in_what_instruct_models_write(answer):
+    assert points(AUX, answer) == pytest.approx(4.0)
+
+
 def test_a_row_of_humaneval_keeps_what_stands_before_the_function():
     row = {"task_id": "HumanEval/x", "canonical_solution": "", "entry_point": "decode"}
     row["prompt"] = 'import math\n\n\ndef encode(s: str):\n    """Turn it."""\n    return s[::-1]\n\n\n'
@@ -145,7 +167,18 @@ def test_a_row_of_humaneval_keeps_what_stands_before_the_function():
 
 @pytest.mark.parametrize(
     "change, message",
-    [({"entry_point": None}, "its entry_point is no text"), ({"test": "def check(candidate):\n    pass"}, "no assert")],
+    [
+        ({"entry_point": None}, "its entry_point is no text"),
+        ({"test": "def check(candidate):\n    pass"}, "no assert"),
+        (
+            {"test": "import numpy as np\n\ndef check(candidate):\n    assert candidate(1, 2)"},
+            "test imports numpy, ",
+        ),
+        (
+            {"test": "from scipy.stats import norm\nassert double_of_sum(1, 2)"},
+            "test imports scipy.stats, ",
+        ),
+    ],
 )
 def test_a_row_that_can_not_be_judged_is_refused(change, message):
     with pytest.raises(ValueError, match=message):

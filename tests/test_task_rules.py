@@ -249,3 +249,4 @@ def test_in_a_later_turn_each_agent_reads_what_all_said():
     assert first[0]["content"].startswith("What is 2 + 2?\n\nYou said: three\nAgent 1 said: 4\n\n")
     assert last[0]["content"].startswith("What is 2 + 2?\n\nAgent 0 said: three\nYou said: 4\n\n")
     assert reasoning.answer_in("It is <answer> 7 </answer>, I think.") == "7"
+    assert reasoning.answer_in("<think>\n<answer>3</answer>?\n</think>\n\n7") == "7"

@@ -360,6 +360,37 @@ def test_a_date_that_is_none_is_one_line():
         ippo_llm.Args(template_date="2026-13-01")
 
 
+# --- What else a template takes ---------------------------------------------------------------------------------------
+
+THINKS = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+def test_a_template_has_the_settings_of_the_flag_also_in_a_run_that_goes_on(tmp_path):
+    model, own = small_model()
+    own = copy.deepcopy(own)
+    own.chat_template = ROLES.replace("</s>", "<|end|>") + THINKS
+    flags = FLAGS["ippo"] | {"num_turns": 2, "chat_template_kwargs": {"enable_thinking": False}}
+    for more in ({"pause_at": 1, "output_dir": str(tmp_path / "run")}, {"resume": str(tmp_path / "run")}):
+        agents, _ = ippo_llm.main(ippo_llm.Args(**flags, **more), make_task(reward_length), model, own)
+        for before in ([], [5]):
+            text = own.decode(encode([USER], before, agents[0]), skip_special_tokens=True)
+            assert text.endswith("[user]What time is it?[assistant]<think></think>")
+
+
+def test_a_setting_that_no_template_reads_is_one_line():
+    with pytest.raises(UserError, match="^--chat-template-kwargs thinks: the chat template of .* does not read it$"):
+        models.load(ippo_llm.Args(chat_template_kwargs={"thinks": True}))
+
+
+@pytest.mark.parametrize("prompt, is_told", [("Guess.", True), ([USER], False)])
+def test_texts_that_go_without_the_template_are_told_once(prompt, is_told, tmp_path, capsys):
+    task = make_task(reward_length)
+    task.formatters = lambda item: prompt
+    flags = FLAGS["ippo"] | {"num_turns": 1, "output_dir": str(tmp_path / "run")}
+    ippo_llm.main(ippo_llm.Args(**flags), task, *small_model())
+    assert capsys.readouterr().out.count("are read without the model's chat template") == is_told
+
+
 # --- Answers as text --------------------------------------------------------------------------------------------------
 
 

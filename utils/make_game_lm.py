@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from utils import models
+from utils import distributed, models
 from utils.cli import UserError, check_needs, command_line, flags, not_with
 from utils.files import writing
 from utils.models.loading import load_model, load_tokenizer, without_bars
@@ -49,7 +49,7 @@ class GameArgs:
     steps: PositiveInt = 200  # optimiser steps
     max_moves: PositiveInt = 100  # of a match, of all seats together
     reading_coef: NonNegativeFloat = 0.0  # of a loss by which the hidden state before an answer tells what was read
-    learning_rate: PositiveFloat = 3e-3  # falls to 0 over the run; for a model of yours, smaller
+    learning_rate: PositiveFloat | None = None  # falls to 0 over the run; none: 3e-3 of a new model, 5e-5 of yours
     seed: NonNegativeInt = 1
 
 
@@ -80,8 +80,8 @@ def reading_loss(hidden_states, ids, is_last):
     """
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(2**14, hidden_states.shape[-1] // 4, generator=generator)
-    trigrams = pad(ids, (2, 0)).unfold(1, 3, 1) @ torch.tensor([613**2, 613, 1]) % len(vectors)  # [B, S]
-    codes = vectors[trigrams].cumsum(1)[is_last]  # [n, D / 4]
+    trigrams = (pad(ids, (2, 0)).unfold(1, 3, 1) * ids.new_tensor([613**2, 613, 1])).sum(-1) % len(vectors)  # [B, S]
+    codes = vectors.to(ids.device)[trigrams].cumsum(1)[is_last]  # [n, D / 4]; integers have no matrix product on a GPU
     codes = (codes - codes.mean(0)) / (codes.std(0, correction=0) + 1e-6)
     return ((hidden_states[is_last][:, : codes.shape[1]] - codes) ** 2).mean()
 
@@ -124,20 +124,24 @@ def main(args):
     else:
         torch.manual_seed(args.seed)
         model = new_model(args)
+    model.to(distributed.device())
     agent = Namespace(tokenizer=tokenizer, room=getattr(model.config, "max_position_embeddings", UNLIMITED))
     if not play_match(game, 0, agent, args.max_moves):
         raise UserError(f"{args.env}: nobody moves in it, or what is read takes more than {agent.room} tokens")
     with writing(out):  # before a minute of training
         out.mkdir(parents=True, exist_ok=True)
 
-    optimizer = torch.optim.Adam(model.parameters(), args.learning_rate)
+    rate = args.learning_rate or (5e-5 if args.model else 3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     start = time.time()
     for step in range(args.steps):
         seeds = range(step * args.num_matches, (step + 1) * args.num_matches)
         rows = [row for k in seeds for row in play_match(game, args.seed * 2**24 + k, agent, args.max_moves)]
-        ids = pad_sequence([torch.tensor(own) for own, _ in rows], batch_first=True)
-        weights = pad_sequence([torch.tensor(own) for _, own in rows], batch_first=True)[:, 1:]  # 0 on padding
+        ids, weights = (
+            pad_sequence([torch.tensor(own[k]) for own in rows], batch_first=True).to(model.device) for k in range(2)
+        )
+        weights = weights[:, 1:]  # 0 on padding
         read = model(ids, output_hidden_states=args.reading_coef > 0)  # padded on the right: no token reads padding
         nats = cross_entropy(read.logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")
         loss = (nats * weights).sum() / weights.sum()

@@ -47,7 +47,7 @@ class Place:
     actions: list
     before: list  # ids of the transcript before what is read here
     context: list  # ids
-    answers: list  # ids of each legal answer
+    answers: list  # of each legal answer the lists of ids that it may be written with
 
 
 def seats_of(agents, num_seats):
@@ -83,7 +83,7 @@ def find_places(game, seats, args, most=MOST_STATES):
         before = written[seat]
         if name in places:
             place = places[name]
-            if place.before != before:
+            if place.before != before or place.seat != seat:
                 raise UserError(f"{game}: a seat forgets what it has read or done, and so it has no exact score")
         else:
             chat = [{"role": "user", "content": text_of(state, seat)}]
@@ -94,23 +94,27 @@ def find_places(game, seats, args, most=MOST_STATES):
             place = places[name] = Place(seat, actions, before, context, answers_of(len(actions), agent, args))
         for action, answer in zip(place.actions, place.answers):
             after = [*written]
-            after[seat] = place.context + answer
+            after[seat] = place.context + answer[0]
             stack.append((state.child(action), after))
     return places
 
 
 def answers_of(num_actions, agent, args):
-    """The ids of the numbers 1, 2 ..., each with the token that ends an answer, unless --max-new-tokens does."""
+    """The ids of the numbers 1, 2 ..., as they are and after a space: [number - 1][spelling].
+
+    Each has the token that ends an answer, unless --max-new-tokens ends it.
+    """
     ends = agent.end_ids.tolist()
     if not ends:
         raise UserError("the model has no end token, and so no exact score")
     end = agent.tokenizer.eos_token_id if agent.tokenizer.eos_token_id in ends else ends[0]
     answers = []
     for k in range(1, num_actions + 1):
-        ids = agent.tokenizer(str(k), add_special_tokens=False).input_ids
+        ids, spaced = (agent.tokenizer(text, add_special_tokens=False).input_ids for text in (str(k), f" {k}"))
         if len(ids) > args.max_new_tokens:
             raise UserError(f"--max-new-tokens {args.max_new_tokens} is too few to answer {k}, which has {len(ids)}")
-        answers.append([*ids, end][: args.max_new_tokens])
+        spellings = [ids, spaced] if spaced != ids and len(spaced) <= args.max_new_tokens else [ids]
+        answers.append([[*spelling, end][: args.max_new_tokens] for spelling in spellings])
     return answers
 
 
@@ -175,10 +179,11 @@ def policy_of(game, seats, args, as_played=False, places=None):
     illegal = []
     for agent in dict.fromkeys(seats):
         own = {name: place for name, place in places.items() if seats[place.seat] is agent}
-        rows = [(place.context, answer) for place in own.values() for answer in place.answers]
+        rows = [(place.context, ids) for place in own.values() for answer in place.answers for ids in answer]
         logprobs = iter(log_probabilities(agent, rows, args))
         for name, place in own.items():
-            logs = torch.tensor([next(logprobs) for _ in place.answers], dtype=torch.float64)
+            spelled = [torch.tensor([next(logprobs) for _ in answer], dtype=torch.float64) for answer in place.answers]
+            logs = torch.stack([each.logsumexp(0) for each in spelled])
             mass = float(1 - logs.exp().sum().clamp(max=1))
             illegal.append(mass)
             probabilities = policy.policy_for_key(name)

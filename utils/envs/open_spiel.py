@@ -26,18 +26,19 @@ def load(name, args):
     most = game.game.max_game_length()
     if most > args.num_turns:
         say(f"{label} has matches of up to {most} moves: --num-turns {args.num_turns} cuts them short")
+        game.has_told_of_cuts = True
     return game
 
 
 def make_game(name, label):
     """The Game of a name, for any number of seats. Raises UserError."""
     game = OpenSpiel(load_game(name, label), label)
-    match = game.begin(0)
     try:
+        match = game.begin(0)
         if match.seat is not None:
             match.answers()
     except Exception as error:
-        raise UserError(f"{label}: it does not say what is legal: {one_line(error)}") from error
+        raise UserError(f"{label} does not start: {one_line(error)}") from error
     return game
 
 
@@ -74,6 +75,7 @@ class OpenSpiel(Game):
         super().__init__(game.num_players())
         self.game = game
         self.label = label
+        self.is_zero_sum = str(game.get_type().utility) == "Utility.ZERO_SUM"
         self.places = None  # the information states, found when they are first needed; {}: it has no exact score
 
     def scores(self, agents, args):

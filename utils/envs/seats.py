@@ -14,6 +14,7 @@ import torch
 
 from utils import distributed
 from utils.cli import UserError
+from utils.distributed import say
 
 LARGEST_SEED = 2**31 - 1  # that a library's own chance takes
 
@@ -22,6 +23,8 @@ class Game:
     """A game by name, and how many of its last answers were illegal."""
 
     illegal_cost = 0.0  # what an illegal answer takes from its seat, beside what the game itself says
+    is_zero_sum = False  # by its rules, as far as that is known
+    has_told_of_cuts = False
 
     def __init__(self, num_seats):
         self.num_seats = num_seats
@@ -83,6 +86,9 @@ class Seats:
             count[1] += 1
         is_last = self.turn == self.num_turns
         cut = {b for b, _, _ in moved if is_last and self.matches[b].seat is not None}
+        if cut and len(cut) == len(self.matches) and not self.game.has_told_of_cuts:
+            self.game.has_told_of_cuts = True
+            say(f"--num-turns {self.num_turns} cuts all {len(cut)} matches before their end")
         return self.observe([b for b, _, _ in moved], cut), rewards, cut
 
 

@@ -81,6 +81,9 @@ class Match:
 
     def text(self, seat):
         told = self.env.state.observations[seat]
+        if seat == self.seat:
+            with self.own_random():
+                _, told = self.env.get_observation()  # some games tell whose move it is only then
         self.env.state.observations[seat] = []
         lines = []
         for sender, message, _ in told:

@@ -428,14 +428,34 @@ def prepare(model, name, mixed_precision="no", static_cache=False):
     `static_cache`: it samples with a cache of fixed size. Raises UserError where it can't.
     """
     register_attention()
-    check_padding(model, name)
     if mixed_precision == "auto":
         mixed_precision = "bf16" if is_faster_in_bfloat16(model) else "no"
+    check_attention(model, name, mixed_precision)
+    check_padding(model, name)
     model.mixed_precision = mixed_precision
     model.base_model.mixed_precision = mixed_precision
     model.static_cache = static_cache
     if static_cache:
         check_static_cache(model, name)
+
+
+FLASH = "flash_attention_2"
+
+
+def check_attention(model, name, mixed_precision):
+    """Let a model that caps the logits of its attention, as Gemma 2, have them capped: SDPA has no such thing.
+
+    Raises UserError where FlashAttention would have to compute in float32.
+    """
+    attention = model.config._attn_implementation
+    if attention == "sdpa" and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+        say(f"{name} caps the logits of its attention, and sdpa does not: it is computed with eager")
+    if attention == FLASH:
+        if model.dtype == torch.float32 and mixed_precision == "no":
+            takes = "--mixed-precision bf16 or --dtype bfloat16"
+            raise UserError(f"{name}: {FLASH} does not compute in float32: it takes {takes}")
+        model.mixed_precision = mixed_precision  # while padding is tried too
 
 
 def is_faster_in_bfloat16(model):

@@ -22,6 +22,7 @@ class LoadingArgs:
     trust_remote_code: bool = False  # run code that comes with a hub model
     # today, for chat templates that write the date: a fixed one, so that a run is the same on any day
     template_date: Annotated[str, pydantic.AfterValidator(transcripts.check_date)] = transcripts.TEMPLATE_DATE
+    chat_template_kwargs: Settings = field(default_factory=dict)  # what chat templates take, as enable_thinking=false
     max_model_len: PositiveInt | None = None  # most tokens of a transcript: an episode stops before; none: the model's
     # sample with a cache of fixed size: on a GPU a token's step is captured once, and replayed (a CUDA graph)
     static_cache: bool = not_with("use_vllm", "shard", default=False)

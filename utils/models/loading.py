@@ -91,7 +91,9 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
         raise UserError(f"{flag} takes a model's folder or a hub name, and there is no folder {name}")
     else:
         try:
-            if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            options = {key: settings[key] for key in ("cache_dir", "revision") if key in settings}
+            is_here = isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json", **options), str)
+            if not (is_here or settings.get("local_files_only")):
                 huggingface_hub.HfApi().model_info(name, timeout=10)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -424,13 +426,22 @@ def load_tokenizers(args, tokenizer=None, model=None):
             tokenizers[name] = load_tokenizer(name, flag, args.trust_remote_code, args.model_config)
         else:
             tokenizers[name] = add_padding(copy.deepcopy(tokenizer), flag)
+        check_template_kwargs(tokenizers[name], name, args.chat_template_kwargs)
         tokenizers[name].template_date = args.template_date
+        tokenizers[name].template_kwargs = args.chat_template_kwargs
         try:
             try_to_save(tokenizers[name])
         except Exception as error:
             label = f"{flag} {name}: its tokenizer" if tokenizer is None else "tokenizer="
             raise UserError(f"{label} could not be saved: {one_line(error)}") from error
     return [tokenizers[name] for name in names]
+
+
+def check_template_kwargs(tokenizer, name, settings):
+    """Raise UserError for a setting that the chat template does not read."""
+    for key in settings:
+        if key not in str(tokenizer.chat_template):
+            raise UserError(f"{flag_name('chat_template_kwargs')} {key}: the chat template of {name} does not read it")
 
 
 def check_critics(initials, args):

@@ -28,7 +28,9 @@ from utils.models import adapters, causal_lm, engine, loading, lora, sharding, s
 from utils.models.transcripts import UNLIMITED, end_tokens, mend_end_tokens, say_what_differs
 
 LARGE = 100_000_000  # parameters of a model that a small model's learning rate ruins
-LARGEST_RATE = 5e-5  # of an actor of such a model, all of whose weights learn, without a warning
+LARGEST_RATES = {"actor": 5e-5, "critic": 1e-4}  # of such a model, all of whose weights learn, without a warning
+LARGEST_RATE_OF_ADAPTERS = 5e-4  # of an actor's, on such a model
+LEAST_RATE_IN_BFLOAT16 = 1e-4  # with which weights of that type keep most of a step
 
 
 @dataclass
@@ -340,22 +342,30 @@ def adamw(learners, lr, args):
 
 
 def warn_of_learning_rate(agents, args):
-    """Say where the actor of a large model, all of whose weights learn, has the learning rate of a small one.
+    """Say where a large model has the learning rate of a small one, and where weights of bfloat16 lose their steps.
 
-    An agent without an actor, such as a team's critic, is passed over.
+    Of actors, and of critics that are models of their own.
     """
-    rate = getattr(args, "actor_learning_rate", 0.0)
-    actors = [agent.actor for agent in agents if getattr(agent, "actor", None) is not None]
-    sizes = [count_parameters(actor) for actor in actors if actor.adapter is None]
-    size = max(sizes, default=0)
-    if size >= LARGE and rate > LARGEST_RATE:
-        takes = f"all {size / 1e6:.0f} million weights of a model learn at {flag_name('actor_learning_rate')} {rate:g}"
-        say(f"{takes}, which may ruin it within a few updates: try 1e-5 or less")
+    for kind, largest in LARGEST_RATES.items():
+        flag = f"{kind}_learning_rate"
+        rate = getattr(args, flag, 0.0)
+        policies = [policy for agent in agents if (policy := getattr(agent, kind, None)) is not None]
+        whole = [policy for policy in policies if policy.adapter is None]
+        learn = f"learn at {flag_name(flag)} {rate:g}"
+        size = max(map(count_weights, whole), default=0)
+        if size >= LARGE and rate > largest:
+            takes = f"all {size / 1e6:.0f} million weights of {kind}s {learn}"
+            say(f"{takes}, which may ruin them within a few updates: try 1e-5 or less")
+        elif rate < LEAST_RATE_IN_BFLOAT16 and any(policy.base.dtype == torch.bfloat16 for policy in whole):
+            say(f"{kind}s {learn} in bfloat16, which rounds most of so small steps away: --dtype float32 keeps them")
+        size = max([count_weights(policy) for policy in policies if policy.adapter], default=0)
+        if kind == "actor" and size >= LARGE and rate > LARGEST_RATE_OF_ADAPTERS:
+            say(f"adapters on {size / 1e6:.0f} million weights {learn}, and may ruin them: try 5e-4 or less")
 
 
-def count_parameters(policy):
-    """How many numbers of a policy learn."""
-    return sum(parameter.numel() for parameter in policy.parameters())
+def count_weights(policy):
+    """How many weights the model of a policy has; of adapters, their base."""
+    return sum(parameter.numel() for parameter in policy.base.parameters())
 
 
 def lr_schedule(optimizer, num_updates, args):

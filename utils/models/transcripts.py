@@ -97,9 +97,10 @@ def render(chat, tokenizer, earlier=(), add_generation_prompt=True):
     """
     check_messages(chat)
     today = datetime.fromisoformat(getattr(tokenizer, "template_date", TEMPLATE_DATE))
+    options = {**getattr(tokenizer, "template_kwargs", {}), "strftime_now": today.strftime}
+    options |= {"tokenize": False, "add_generation_prompt": add_generation_prompt}
 
     def apply(messages):
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "strftime_now": today.strftime}
         try:
             return tokenizer.apply_chat_template([*earlier, *messages], **options)
         except Exception as error:  # of the template's own, or of what it can't compute

@@ -325,7 +325,8 @@ class Run:
             raise SharedError(f"nobody acted in update {step}: {reason}")
         metrics = team_metrics(rollouts, self.args.num_turns > 1) | agent_metrics(metrics, critic_metrics)
         if step == 1:
-            say_what_cancels(metrics, has_critic=critic_metrics is not None)
+            is_zero_sum = getattr(self.task.given, "is_zero_sum", False)
+            say_what_cancels(metrics, is_zero_sum, has_critic=critic_metrics is not None)
         if hasattr(self.task, "TeamEnv") and len(rollouts) > 1:  # seats of a game, or of an environment
             metrics |= seat_metrics(rollouts)
         extra = self.task.extra_metrics(rollouts, items)

@@ -30,9 +30,13 @@ def team_metrics(rollouts, several_turns):
     return {name: float(x) for name, x in metrics.items()}
 
 
-def say_what_cancels(metrics, has_critic):
-    """Say so where what the agents earn adds up to 0 in every episode, of which a critic of the team learns nothing."""
-    if "agent_0/reward_mean" in metrics and metrics["reward_mean"] == metrics["reward_std"] == 0:
+def say_what_cancels(metrics, is_zero_sum, has_critic):
+    """Say so where what the agents earn adds up to 0 in every episode, of which a critic of the team learns nothing.
+
+    Of a game that is known to be so (`is_zero_sum`) also where illegal answers cost something beside.
+    """
+    cancels = "agent_0/reward_mean" in metrics and metrics["reward_mean"] == metrics["reward_std"] == 0
+    if cancels or is_zero_sum and has_critic:
         idle = "; the critic, which values their mean, teaches them nothing: take iac_llm.py" if has_critic else ""
         distributed.say(f"what the agents earn adds up to 0 in each episode, so look at agent_<i>/reward_mean{idle}")
 

@@ -21,6 +21,8 @@ import ast
 import itertools
 import random
 import re
+import sys
+import textwrap
 import warnings
 
 import datasets
@@ -29,7 +31,8 @@ from utils.tasks.made_text import INNER, OUTER
 from utils.tasks.sandbox import count_asserts, run_tests
 
 ARGUMENTS = [(7, 3), (-4, 6), (5, 5), (0, 9), (-8, -3), (12, -5)]
-FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+PYTHON = ("", "python", "python3", "py")  # how such blocks are marked
 VERDICTS = {}  # of jobs that ran
 
 
@@ -78,7 +81,7 @@ def item_of(row):
         for name, value in item.items():
             if not isinstance(value, str):
                 raise ValueError(f"its {name} is no text but {value!r:.80}")
-        count_asserts(item["test"], item["entry_point"])
+        check_test(item["test"], item["entry_point"])
         return item
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
     tests = "\n".join([setup, *row["test_list"]]).strip()
@@ -86,7 +89,19 @@ def item_of(row):
     function = next(node for node in functions if calls(ast.parse(tests), node.name))
     text = (row.get("text") or row["prompt"]).strip()
     prompt = f'def {function.name}({ast.unparse(function.args)}):\n    """{text}"""'
+    check_test(tests, function.name)
     return {"prompt": prompt, "test": tests, "entry_point": function.name}
+
+
+def check_test(test, entry_point):
+    """Raise ValueError for a test without asserts, or one that imports what is not in the sandbox."""
+    count_asserts(test, entry_point)
+    for node in ast.walk(ast.parse(test)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.partition(".")[0] not in sys.stdlib_module_names:
+                raise ValueError(f"its test imports {name}, and programs have Python's standard library alone")
 
 
 def formatters(item, agent, num_agents=2):
@@ -128,16 +143,29 @@ def join(answers, item):
 
 
 def source_of(answer, name):
-    """An answer's imports and its function of that name, from ``` blocks if there are any; "" without a return."""
-    blocks = [code for language, code in FENCE.findall(answer) if language.lower() in ("", "python", "py")]
-    lines = "\n".join(blocks or [answer]).splitlines()
+    """An answer's imports, and its function of that name with a return; "" without one.
+
+    It is that of the last ``` block of Python that has it, or else of the text around the blocks. What stands before
+    </think> counts for nothing.
+    """
+    text = answer.rpartition("</think>")[2]
+    blocks = [textwrap.dedent(block) for language, block in FENCE.findall(text) if language.lower() in PYTHON]
+    parts = [FENCE.sub("\n", text), *blocks]
+    lines = [line for part in parts for line in part.splitlines()]
     imports = [line for line in lines if line.startswith(("import ", "from ")) and parsed(line)]
+    functions = [function for part in parts if (function := function_of(part, name))]
+    return "\n".join([*imports, functions[-1]]) if functions else ""
+
+
+def function_of(text, name):
+    """The first function of that name in a text, up to where the next line begins at the left; "" without a return."""
+    lines = text.splitlines()
     start = next((k for k, line in enumerate(lines) if line.startswith(f"def {name}(")), len(lines))
     end = next((k for k in range(start + 1, len(lines)) if lines[k] and lines[k][0] not in " \t)#"), len(lines))
     function = "\n".join(lines[start:end]).rstrip()
     tree = parsed(function)
     returns = any(isinstance(node, ast.Return) for node in ast.walk(tree)) if tree else "return" in function
-    return "\n".join([*imports, function]) if returns else ""
+    return function if returns else ""
 
 
 def parsed(source):

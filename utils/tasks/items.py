@@ -16,10 +16,11 @@ import pandas
 from datasets.packaged_modules.csv.csv import Csv
 from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.text.text import Text
+from tqdm import tqdm
 
 from utils import envs
 from utils.cli import TaskError, UserError, describe, one_line
-from utils.distributed import say
+from utils.distributed import is_main, say
 from utils.models.policy import UNLIMITED
 from utils.models.transcripts import encode
 from utils.tasks.calls import is_unordered
@@ -322,6 +323,7 @@ def fit_prompts(task, initials, args, least, train_items, eval_items):
         return train_items, eval_items
     if not hasattr(task.given, "formatters"):
         return train_items, eval_items
+    say_what_is_raw(task, train_items, initials)
     train_fits = find_fits(task, train_items, initials, limits)
     eval_fits = find_fits(task, eval_items, initials, limits)
     total = len(train_items) + len(eval_items)
@@ -353,10 +355,19 @@ class Reader:
         return encode(chat, [], self)
 
 
+def say_what_is_raw(task, items, initials):
+    """Say where first prompts are texts, which a chat template does not go around."""
+    for i, initial in enumerate(initials):
+        if initial.tokenizer.chat_template and len(items) and isinstance(task.formatters(items[0], i), str):
+            chat = '[{"role": "user", "content": "..."}]'
+            return say(f"prompts that are texts are read without the model's chat template; with it they are {chat}")
+
+
 def find_fits(task, items, initials, limits):
     """The numbers of the items of which no agent's first prompt is too long. Raises UserError."""
     fits = []
-    for k, item in enumerate(items):
+    bar = tqdm(items, "reading prompts", delay=10, leave=False, disable=not is_main())
+    for k, item in enumerate(bar):
         try:
             lengths = [len(encode(task.formatters(item, i), [], initial)) for i, initial in enumerate(initials)]
         except TaskError as error:

@@ -92,6 +92,8 @@ def reward_fn(completion, answer, question, name, size, seed, index):
 
 
 def answer_in(text):
+    """What stands in the last <answer>, or else all of it; what a model thinks, up to </think>, is not read."""
+    text = text.rpartition("</think>")[2]
     answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return (answers[-1] if answers else text).strip()
 
