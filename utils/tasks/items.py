@@ -323,9 +323,9 @@ def fit_prompts(task, initials, args, least, train_items, eval_items):
         return train_items, eval_items
     if not hasattr(task.given, "formatters"):
         return train_items, eval_items
-    say_what_is_raw(task, train_items, initials)
     train_fits = find_fits(task, train_items, initials, limits)
     eval_fits = find_fits(task, eval_items, initials, limits)
+    say_what_is_raw(task, train_items, initials)
     total = len(train_items) + len(eval_items)
     left_out = total - len(train_fits) - len(eval_fits)
     if left_out == 0:
