@@ -34,21 +34,27 @@ SHORT = """
 EVERY = {
     "test_a_wrong_command_is_one_line": 2,
     "test_a_pickle_that_the_manifest_lists_is_one_line_and_not_read": 4,
+    "test_of_500_damages_to_a_checkpoint_each_is_found": 2,
+    "test_stopped_runs_are_resumed": 2,
     "test_a_run_that_crashed_while_it_replaced_another_can_be_replaced_again": 4,
     "test_a_signal_ends_a_run_after_the_update_under_way": 3,
+    "test_what_was_done_before_the_update_under_way_is_saved_at_once": 2,
     "test_each_seat_follows_the_gradient_of_its_own_return": 3,
+    "test_wrong_rewards_are_seen": 2,
     "test_hostile_program_fails_and_leaves_the_others_alone": 3,
+    "test_hostile_program_fails_without_some_layers": 3,
+    "test_hostile_test_of_a_dataset_fails_and_leaves_the_others_alone": 2,
     "test_an_adapter_is_pefts_own": 3,
-    "test_a_flag_changes_what_a_run_leaves": 12,
+    "test_a_flag_changes_what_a_run_leaves": 16,
     "test_what_a_signal_in_an_update_saves_goes_on_to_the_same_bits": 4,
     "test_a_run_that_an_error_ended_in_an_update_goes_on_to_the_same_bits": 6,
     "test_a_fork_that_was_cut_off_at_a_change_of_files_is_whole_or_made_again": 3,
     "test_every_flag_of_a_size_refuses_a_text_and_a_negative_number": 3,
     "test_an_architecture": 13,  # 52 of them, whole and with adapters
     "test_a_run_begins_from_another_and_is_resumed_without_it": 5,  # five scripts
-    "test_two_processes_learn_and_measure_what_one_does": 5,
+    "test_two_processes_learn_and_measure_what_one_does": 9,
     "test_two_sharded_processes_go_on_to_the_same_bits": 4,
-    "test_a_run_that_is_killed_again_and_again_gives_the_same_bits": 3,
+    "test_a_run_that_is_killed_again_and_again_gives_the_same_bits": 5,  # five scripts
     "test_a_run_that_is_stopped_while_it_learns_gives_the_same_bits": 5,  # five scripts, two signals
     "test_a_sharded_run_that_memory_ended_goes_on_with_smaller_micro_batches": 2,
     "test_a_process_that_is_slower_takes_the_folder_that_the_main_one_has_chosen": 2,
@@ -97,8 +103,15 @@ EVERY = {
     "test_the_random_players_score_is_the_mean_over_all_that_can_be_said": 3,
     "test_a_gradient_that_is_not_finite_ends_the_run_and_is_in_no_weight": 3,
     "test_a_run_whose_output_nobody_reads_any_more_saves_and_ends": 2,
-    "test_a_file_to_write_is_looked_at_before_anything_is_played": 2,
 }
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave unread what has nothing of the short form, where that is asked for: to import it all takes seconds."""
+    is_short_form = all(f"not {mark}" in config.getoption("markexpr") for mark in ("rest", "slow", "vllm"))
+    if is_short_form and not any(".py" in argument for argument in config.args):
+        name = collection_path.stem
+        return name.startswith("test_") and name.removeprefix("test_") not in SHORT or None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -167,6 +180,14 @@ def small_model(shared_folder, tokenizer):
     folder = shared_folder / "small_model"
     with alone(shared_folder / "small_model.lock"):
         return str(folder) if folder.exists() else make_model(folder, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def quick(request, small_model):
+    """Lets the runs of a file, which have the flags of its SMALL, be of that model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(request.module.SMALL, "model", small_model)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -441,12 +440,6 @@ def test_a_match_ends_with_the_input(kuhn, monkeypatch, capsys):
     feed(monkeypatch, "")
     assert run_command(kuhn, "--play", 0) == []
     assert capsys.readouterr().out.rstrip().endswith("no further input")
-
-
-def test_the_command_plays_by_standard_input(kuhn):
-    command = [sys.executable, "-m", "utils.enjoy", str(kuhn), "--play", "1", "--items", "1"]
-    done = subprocess.run(command, input="1\n1\n", capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0 and "You are player 1." in done.stdout and "you earned" in done.stdout, done.stderr
 
 
 def test_a_person_plays_a_part_of_a_task(run, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from utils.same import timeless
 
 pyspiel = pytest.importorskip("pyspiel")
 
+pytestmark = pytest.mark.usefixtures("quick")
 SMALL = {"rollout_buffer_size": 4, "mini_batch_size": 4, "max_episodes": 8, "eval_size": 4, "max_new_tokens": 2}
 
 

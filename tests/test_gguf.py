@@ -4,7 +4,6 @@ import copy
 import json
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ippo_llm
 from utils import merge_adapter, models
-from utils.cli import UserError
+from utils.cli import UserError, command_line
 from utils.models import policy
 from utils.models.loading import check_model, load_critic_tokenizer, load_model, load_tokenizer
 from utils.models.transcripts import closing_token
@@ -461,16 +460,12 @@ def test_a_quantization_is_not_put_on_top(file):
         check_model(file, "--model", False, settings, "--model-config")
 
 
-def test_a_command_ends_with_one_line_and_code_2(tmp_path):
+def test_a_command_ends_with_one_line_and_code_2(tmp_path, monkeypatch, capfd):
     (tmp_path / "x.gguf").write_bytes(b"no")
-    command = [
-        sys.executable,
-        "ippo_llm.py",
-        "--model",
-        str(tmp_path / "x.gguf"),
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(ippo_llm.__file__).parent)
-    assert done.returncode == 2 and done.stderr.startswith("ippo_llm.py: error: --model ")
-    assert len(done.stderr.splitlines()) == 1 and [*tmp_path.iterdir()] == [tmp_path / "x.gguf"]
+    flags = ["--model", str(tmp_path / "x.gguf"), "--output-dir", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["ippo_llm.py", *flags])
+    with pytest.raises(SystemExit) as stop:
+        command_line(ippo_llm.main, ippo_llm.Args, ippo_llm.__doc__)
+    error = capfd.readouterr().err
+    assert stop.value.code == 2 and error.startswith("ippo_llm.py: error: --model ")
+    assert len(error.splitlines()) == 1 and [*tmp_path.iterdir()] == [tmp_path / "x.gguf"]

@@ -37,8 +37,7 @@ RISES = {
     "magrpo on numbers": (magrpo_llm, NUMBER | FAST | {"num_generations": 4, "train_size": 128}, 0.1),
     "ppo on guesses": (ppo_llm, BRIEF | {"train_size": 512}, 0.12),
 }
-REST, SLOW = [pytest.mark.rest], [pytest.mark.slow]
-LONGER = {"ppo": REST, "magrpo": SLOW, "maac": SLOW, "iac": SLOW}
+LONGER = dict.fromkeys(("iac", "maac", "magrpo", "ppo"), [pytest.mark.slow])
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=LONGER.get(case.split()[0], [])) for case in RISES])

@@ -1,6 +1,7 @@
 """A run's folder as agents, in one call."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from utils.load import load
 from utils.models.loading import locate
 from utils.models.weights import optimizers_of
 
+pytestmark = pytest.mark.usefixtures("quick")
 SMALL = {"train_size": 4, "rollout_buffer_size": 4, "mini_batch_size": 4, "num_train_epochs": 1, "eval_interval": 0}
 SMALL |= {"num_agents": 2, "max_new_tokens": 2, "num_turns": 1, "task": "number", "eval_size": 2}
 RUNS = {  # a script, and flags of a run
@@ -73,10 +75,17 @@ def edit(folder, **flags):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.fixture(scope="module")
+def made(quick, tmp_path_factory):
+    """The folder of a run: not to be changed."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    train(folder)
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path):
-    train(tmp_path / "run")
-    return tmp_path / "run"
+def run(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "run")
 
 
 def test_code_that_a_folder_names_is_not_run(run, monkeypatch):

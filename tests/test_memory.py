@@ -25,7 +25,7 @@ SMALL |= {"num_agents": 1, "max_new_tokens": 2, "num_turns": 2, "task": "number"
 MORE = {"magrpo": {"num_generations": 2, "train_size": 6}, "ppo": {"lora_rank": 4, "update_epochs": 1}}
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "quick")
 
 
 def train(script, folder="run", **flags):

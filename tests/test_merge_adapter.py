@@ -1,6 +1,5 @@
 """utils.merge_adapter: an actor merged into its base opens like any other model."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_llm
-from utils.cli import UserError
+from utils.cli import UserError, command_line
 from utils.merge_adapter import Args, main
 from utils.models.loading import locate
 
@@ -51,13 +50,13 @@ def test_a_merged_model_is_the_actor_with_its_tokenizer(targets, tmp_path, capsy
     assert "out" in capsys.readouterr().out
 
 
-def test_the_command_takes_another_name_of_the_base(stage, tmp_path):
+def test_the_command_takes_another_name_of_the_base(stage, tmp_path, monkeypatch, capfd, recwarn):
     argv = [str(stage / "run/agent_0"), str(tmp_path / "out"), "--model", "utils/tiny_lm"]
-    done = subprocess.run(
-        [sys.executable, "-m", "utils.merge_adapter", *argv], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and (tmp_path / "out" / "model.safetensors").is_file(), done.stderr
-    assert "Warning" not in done.stderr
+    monkeypatch.setattr(sys, "argv", ["merge_adapter.py", *argv])
+    command_line(main, Args, "Merge.")
+    assert (tmp_path / "out" / "model.safetensors").is_file() and "Warning" not in capfd.readouterr().err
+    unseen = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)  # as in any command
+    assert [warning for warning in recwarn if not issubclass(warning.category, unseen)] == []
 
 
 REFUSED = {  # agent, folder to write, base, and the reason

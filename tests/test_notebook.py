@@ -16,7 +16,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     nbformat.validate(notebook)
     made = [[output.output_type for output in cell.outputs] for cell in notebook.cells if cell.cell_type == "code"]
     for cell in notebook.cells:
-        cell.source = cell.source.replace("max_episodes=1024", "max_episodes=64")
+        cell.source = cell.source.replace("max_episodes=1024", "max_episodes=16, rollout_buffer_size=16")
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for cell, types in zip(cells, made, strict=True):  # what is kept in the file is of each kind that a run shows

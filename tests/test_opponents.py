@@ -29,6 +29,12 @@ FLAGS |= {"rollout_buffer_size": 4, "mini_batch_size": 4, "eval_size": 4, "max_e
 FLAGS |= {"opponents": 2, "opponent_interval": 2, "save_interval": 1}
 
 
+@pytest.fixture(autouse=True)
+def on_a_small_model(monkeypatch, small_model):
+    """Lets runs be of a model that is quick to load and to save."""
+    monkeypatch.setitem(FLAGS, "model", small_model)
+
+
 def train(folder=None, **flags):
     if "resume" not in flags:
         flags["output_dir"] = str(folder)
@@ -198,11 +204,11 @@ def against(run, **flags):
     return {"opponents": 0, "opponent_interval": 10, "opponent_run": str(run)} | flags
 
 
-def test_the_agents_of_a_run_of_another_model_have_the_other_seat_and_do_not_change(tmp_path, watched, small_model):
+def test_the_agents_of_a_run_of_another_model_have_the_other_seat_and_do_not_change(tmp_path, watched):
     other, _ = ippo_llm.main(
         ippo_llm.Args(
             **{name: FLAGS[name] for name in ("env", "num_agents", "num_turns", "max_new_tokens", "eval_size")},
-            rollout_buffer_size=4, mini_batch_size=4, max_episodes=4, model=small_model,
+            rollout_buffer_size=4, mini_batch_size=4, max_episodes=4, model="utils/tiny_lm",
             output_dir=str(tmp_path / "other"),
         )
     )  # fmt: skip

@@ -222,6 +222,7 @@ def test_without_an_aggregate_it_says_why_and_writes_the_rest(runs, tmp_path, mo
         ]
         return output
 
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: open(path, "w").close())
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "aggregate.md").write_text("of an earlier time")
     monkeypatch.setitem(sys.modules, "rliable", None)

@@ -162,7 +162,7 @@ def test_a_fork_that_is_given_rows_reads_them_from_the_first_on():
 
 @every_script
 def test_a_run_on_rows_goes_on_from_python(script):
-    args = {"rows": ROWS, "num_train_epochs": 4}
+    args = {"rows": ROWS, "num_train_epochs": 2}
     _, whole = train(script, output_dir="whole", **args)
     train(script, pause_at=1, **args)
     _, run = train(script, output_dir=None, resume="run", **args)

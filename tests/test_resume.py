@@ -52,6 +52,16 @@ def config_of(folder):
     return json.loads((Path(folder) / "config.json").read_text())
 
 
+@pytest.fixture
+def made(undisturbed):
+    """Puts a copy of a run that nothing happens to into a folder."""
+
+    def make(folder, script="ippo", **flags):
+        shutil.copytree(undisturbed(script, **flags), folder)
+
+    return make
+
+
 # --- To the same bits -------------------------------------------------------------------------------------------------
 
 
@@ -67,11 +77,11 @@ def test_a_paused_run_goes_on_to_the_same_bits(script, flags, undisturbed, capsy
 
 
 @every_script
-def test_a_fork_with_nothing_changed_is_the_run_to_the_bit(script, undisturbed):
-    train(script, folder="first", pause_at=2, **KEPT)
+def test_a_fork_with_nothing_changed_is_the_run_to_the_bit(script, made, undisturbed):
+    made("first", script, **KEPT)
     before = contents("first")
     train(script, folder="fork", fork="first/checkpoints/update_000001", **KEPT)
-    assert_same("fork", undisturbed(script))
+    assert_same("fork", undisturbed(script, **KEPT))
     assert contents("first") == before
     fork = config_of("fork")["fork"]
     assert fork == {"run": "first", "checkpoint": "update_000001", "step": 1, "changed": {}, "first": 0}
@@ -352,9 +362,10 @@ def test_a_model_that_has_changed_since_is_one_line(script, rank):
     assert contents("run") == before
 
 
-def test_a_run_on_what_python_gave_does_not_go_on_with_anything_else(tmp_path):
+def test_a_run_on_what_python_gave_does_not_go_on_with_anything_else(tmp_path, request):
     rows = [{"prompt": "I took my car."}] * 12
     small = {"rollout_buffer_size": 4, "mini_batch_size": 4, "max_new_tokens": 4, "eval_interval": 0}
+    small["model"] = request.getfixturevalue("small_model")
     args = ippo_llm.Args(**small, max_episodes=8, output_dir=str(tmp_path / "run"))
     ippo_llm.main(args, train_dataset=rows)
     again = ippo_llm.Args(**small, max_episodes=12, resume=str(tmp_path / "run"))
@@ -371,8 +382,8 @@ def test_a_run_on_what_python_gave_does_not_go_on_with_anything_else(tmp_path):
 
 
 @pytest.mark.parametrize("script, actor", [("ippo", "model"), ("ppo", "actor/adapter_model")])
-def test_a_fork_with_another_learning_rate_differs_from_there_on(script, actor):
-    train(script, folder="first", **KEPT)
+def test_a_fork_with_another_learning_rate_differs_from_there_on(script, actor, made):
+    made("first", script, **KEPT)
     train(script, folder="fork", fork=SECOND, actor_learning_rate=0.25)
     assert timeless("fork")[:2] == timeless("first")[:2]
     assert not compare("first", "fork")[f"agent_0/{actor}.safetensors"]
@@ -392,14 +403,14 @@ def test_a_fork_to_other_rewards_measures_their_deviation_anew(script, divisor):
     assert kept[0].state[divisor] > 0.9 * agents[0].state[divisor]
 
 
-def test_a_fork_of_another_seed_draws_other_numbers():
-    train("ippo", folder="first", **KEPT)
+def test_a_fork_of_another_seed_draws_other_numbers(made):
+    made("first", **KEPT)
     train("ippo", folder="other", fork=SECOND, seed=2)
     assert timeless("first")[:2] == timeless("other")[:2] and timeless("first")[2] != timeless("other")[2]
 
 
-def test_a_fork_with_other_data_reads_them_from_the_first():
-    train("ippo", folder="first", **KEPT)
+def test_a_fork_with_other_data_reads_them_from_the_first(made):
+    made("first", **KEPT)
     items = [{"prompt": f"Number {k}.", "number": k} for k in range(12)]
     Path("other.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     read = []
@@ -418,8 +429,8 @@ def test_a_fork_with_other_data_reads_them_from_the_first():
     assert len(read) == 16 and {*read[8:]} == {*read[:8]}
 
 
-def test_a_fork_is_of_the_newest_checkpoint_that_is_whole():
-    train("ippo", folder="first", pause_at=2, **KEPT)
+def test_a_fork_is_of_the_newest_checkpoint_that_is_whole(made):
+    made("first", pause_at=2, **KEPT)
     (Path(SECOND) / "agent_0/model.safetensors").write_bytes(b"")
     _, run = train("ippo", folder="fork", fork="first")
     assert config_of("fork")["fork"]["step"] == 1 and run.step == 3
@@ -437,8 +448,8 @@ def test_a_fork_is_of_the_newest_checkpoint_that_is_whole():
         ({}, "^--fork first has done 3 updates, and that is all by these flags: give a larger --max-episodes or "),
     ],
 )
-def test_what_can_not_be_forked_is_one_line_and_nothing_is_lost(flags, message):
-    train("ippo", folder="first", **KEPT)
+def test_what_can_not_be_forked_is_one_line_and_nothing_is_lost(flags, message, made):
+    made("first", **KEPT)
     before = contents("first")
     folder = flags.get("output_dir", "fork")
     with pytest.raises(UserError, match=message):
@@ -446,8 +457,8 @@ def test_what_can_not_be_forked_is_one_line_and_nothing_is_lost(flags, message):
     assert contents("first") == before and not Path("fork").exists()
 
 
-def test_a_fork_that_ended_before_its_first_update_goes_on_without_its_run(undisturbed, monkeypatch):
-    train("ippo", folder="first", pause_at=2, **KEPT)
+def test_a_fork_that_ended_before_its_first_update_goes_on_without_its_run(made, undisturbed):
+    made("first", pause_at=2, **KEPT)
     with pytest.raises(TaskError):
         train("ippo", Faulty(return_none, 1), folder="run", fork="first")
     Path("first").rename("away")
@@ -455,22 +466,15 @@ def test_a_fork_that_ended_before_its_first_update_goes_on_without_its_run(undis
     assert_same("run", undisturbed("ippo"))
 
 
-def without_checkpoints(script):
-    """What is in the folder of a fork that has learned, and whose checkpoints somebody has removed."""
-    train(script, folder="first", pause_at=1, **KEPT)
-    train(script, folder="run", fork="first", **KEPT)
+@pytest.mark.parametrize("has_parent, agents", [(True, True), (False, False)])
+def test_a_fork_without_checkpoints_that_has_learned_is_refused_and_kept(has_parent, agents, made):
+    made("first", pause_at=1, **KEPT)
+    train("ippo", folder="run", fork="first", **KEPT)
     shutil.rmtree("run/checkpoints")
-    return contents("run")
-
-
-@pytest.mark.parametrize("agents", [True, False])
-@pytest.mark.parametrize("has_parent", [True, False])
-def test_a_fork_without_checkpoints_that_has_learned_is_refused_and_kept(has_parent, agents):
-    before = without_checkpoints("ippo")
     if not agents:
         for path in Path("run").glob("agent_*"):
             shutil.rmtree(path)
-        before = contents("run")
+    before = contents("run")
     if not has_parent:
         Path("first").rename("away")
     there = "3 updates in metrics.csv" + (", agent_0, agent_1" if agents else "")
@@ -479,9 +483,9 @@ def test_a_fork_without_checkpoints_that_has_learned_is_refused_and_kept(has_par
     assert contents("run") == before
 
 
-def test_a_fork_that_can_not_be_copied_removes_no_run_that_it_would_replace(monkeypatch):
-    train("ippo", folder="first", pause_at=1, **KEPT)
-    train("ippo", folder="run", pause_at=1, seed=2)
+def test_a_fork_that_can_not_be_copied_removes_no_run_that_it_would_replace(made, monkeypatch):
+    made("first", pause_at=1, **KEPT)
+    made("run", pause_at=1, seed=2)
     before = contents("run")
     copytree = shutil.copytree
 
@@ -496,10 +500,10 @@ def test_a_fork_that_can_not_be_copied_removes_no_run_that_it_would_replace(monk
 
 
 @pytest.mark.parametrize("change", range(1, 60, 7))
-def test_a_fork_that_was_cut_off_at_a_change_of_files_is_whole_or_made_again(change, undisturbed, monkeypatch):
+def test_a_fork_that_was_cut_off_at_a_change_of_files_is_whole_or_made_again(change, made, undisturbed, monkeypatch):
     """Where it replaces a run."""
-    train("ippo", folder="first", pause_at=1, **KEPT)
-    train("ippo", folder="run", pause_at=1, seed=2)
+    made("first", pause_at=1, **KEPT)
+    made("run", pause_at=1, seed=2)
     numbers = itertools.count(1)
 
     def stop(*_):
@@ -520,11 +524,11 @@ def test_a_fork_that_was_cut_off_at_a_change_of_files_is_whole_or_made_again(cha
     assert not Path("run/fork.writing").exists()
 
 
-def test_a_fork_that_was_cut_off_while_it_was_made_is_made_again(undisturbed, monkeypatch):
+def test_a_fork_that_was_cut_off_while_it_was_made_is_made_again(made, undisturbed, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    train("ippo", folder="first", pause_at=2, **KEPT)
+    made("first", pause_at=2, **KEPT)
     with monkeypatch.context() as patch:
         patch.setattr("utils.run.fork.shutil.copytree", full)
         with pytest.raises(UserError, match=f"^--fork: {SECOND} can't be copied: .*No space left"):

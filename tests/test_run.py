@@ -184,7 +184,7 @@ def test_a_run_without_a_folder_is_named_after_script_task_seed_and_time(task, n
 def test_two_runs_of_the_same_second_have_folders_of_their_own(monkeypatch):
     monkeypatch.setattr(folder.time, "strftime", lambda _: "now")
     for name in ("ippo_llm__1__now", "ippo_llm__1__now__2", "ippo_llm__1__now__3"):
-        args = SCRIPTS["ippo"].Args(**FLAGS["ippo"] | {"output_dir": None})
+        args = SCRIPTS["ippo"].Args(**FLAGS["ippo"] | {"output_dir": None, "train_size": 4})
         _, run = SCRIPTS["ippo"].main(args, make_task(reward_length), *small_model())
         assert run.folder == Path("runs", name) and len(read_metrics(run.folder)) == len(run.rows)
     assert len([*Path("runs").iterdir()]) == 3
@@ -195,7 +195,7 @@ def test_two_runs_of_the_same_second_have_folders_of_their_own(monkeypatch):
     [("model", ("run/agent_0",)), ("critic_model_name_or_path", ("run/critic",)), ("opponent_run", "run")],
 )
 def test_what_a_run_begins_from_is_not_overwritten(flag, path):
-    train("ippo")
+    train("ippo", train_size=4)
     Path("run/critic").mkdir()
     Path("run/mine").mkdir()
     args = SCRIPTS["ppo"].Args(output_dir="run", overwrite=True, **{flag: path})

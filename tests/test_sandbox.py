@@ -278,8 +278,8 @@ def test_parallel_hostile_programs_do_not_reach_each_other(layers):
     jobs = [GOOD, (HOSTILE["fork bomb"], "assert f() == 1", "f"), (HOSTILE["list that grows"], "assert f() == 1", "f")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        verdicts = run_tests(jobs * 4, workers=4, seconds=2, without=layers)
-    assert [v.passed for v in verdicts] == [2, 0, 0] * 4
+        verdicts = run_tests(jobs * 2, workers=4, seconds=2, without=layers)
+    assert [v.passed for v in verdicts] == [2, 0, 0] * 2
 
 
 CANDIDATE = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 4\n"

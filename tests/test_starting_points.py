@@ -20,9 +20,9 @@ from utils.models import weights
 from utils.models.weights import optimizers_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def old(base, tokenizer):
-    """A team that has learned, with moments."""
+    """A team that has learned, with moments: not to be changed."""
     agents = shake(make_team(base, tokenizer))
     for agent in agents:
         loss = sum(logits_of_with_gradient(policy).square().mean() for policy in (agent.actor, agent.critic))
@@ -37,10 +37,16 @@ def logits_of_with_gradient(policy):
         return policy.model.get_base_model()(IDS).logits
 
 
+@pytest.fixture(scope="module")
+def saved(old, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    weights.save_agents(path, old, with_optimizer=True)
+    return path
+
+
 @pytest.fixture
-def folder(old, tmp_path):
-    weights.save_agents(tmp_path / "old", old, with_optimizer=True)
-    return str(tmp_path / "old")
+def folder(saved, tmp_path):
+    return str(shutil.copytree(saved, tmp_path / "old"))
 
 
 # --- What is loaded ---------------------------------------------------------------------------------------------------

@@ -93,14 +93,15 @@ def test_a_program_runs_once_however_often_it_is_written(monkeypatch):
 
 
 def test_the_reference_solution_of_each_made_problem_earns_all():
-    kinds = [(outer, inner) for outer in made_text.OUTER for inner in made_text.INNER]
+    kinds = [(outer, inner) for outer in made_text.OUTER for inner in made_text.INNER][::5]
+    assert [{*own} for own in zip(*kinds)] == [{*made_text.OUTER}, {*made_text.INNER}]
     helpers = [f"def aux(a, b):\n    return {made_text.INNER[inner]}" for _, inner in kinds]
     mains = [
         f"def {outer}_of_{inner}(a, b):\n    return {made_text.OUTER[outer].format(x='aux(a, b)')}"
         for outer, inner in kinds
     ]
     items = [code.made_problem(*kind) for kind in kinds]
-    assert len(kinds) == 48 and code.reward_func(helpers, mains, items=items) == pytest.approx([4.0] * 48)
+    assert code.reward_func(helpers, mains, items=items) == pytest.approx([4.0] * len(kinds))
 
 
 def test_the_values_of_made_problems_are_right():

@@ -198,10 +198,11 @@ def train(script, folder, **flags):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_begins_from_another_and_is_resumed_without_it(script, tmp_path):
+def test_a_run_begins_from_another_and_is_resumed_without_it(script, small_model, tmp_path):
     script = SCRIPTS[script]
-    first, _ = train(script, tmp_path / "first")
-    flags = {"load_checkpoint": str(tmp_path / "first"), "load_optimizer": True, "save_interval": 1}
+    first, _ = train(script, tmp_path / "first", model=small_model)
+    flags = {"model": small_model, "load_checkpoint": str(tmp_path / "first"), "load_optimizer": True}
+    flags |= {"save_interval": 1}
     begun, _ = train(script, tmp_path / "begun", **(flags | {"actor_learning_rate": 0.0}))
     assert same_policy(begun[0].actor, first[0].actor) and same_policy(begun[1].reference, first[1].actor)
     whole, _ = train(script, tmp_path / "whole", **flags)
@@ -214,11 +215,11 @@ def test_a_run_begins_from_another_and_is_resumed_without_it(script, tmp_path):
         assert not same_policy(one.actor, one.reference)
 
 
-def test_what_a_run_leaves_by_its_flags(tmp_path):
-    train(ippo_llm, tmp_path / "run")
+def test_what_a_run_leaves_by_its_flags(small_model, tmp_path):
+    train(ippo_llm, tmp_path / "run", model=small_model)
     optimizers = {f"optimizer_{k}.{kind}" for k in (0, 1) for kind in ("json", "safetensors")}
     assert optimizers <= files(tmp_path / "run/agent_0") and not (tmp_path / "run/base").exists()
-    train(ippo_llm, tmp_path / "run", overwrite=True, save_base=True, save_optimizer=False)
+    train(ippo_llm, tmp_path / "run", model=small_model, overwrite=True, save_base=True, save_optimizer=False)
     assert not optimizers & files(tmp_path / "run/agent_0")
     assert optimizers <= files(tmp_path / "run/checkpoints/update_000002/agent_0")
     assert [path.parent for path in (tmp_path / "run").rglob("base")] == [tmp_path / "run"]
