@@ -64,7 +64,7 @@ EVERY = {
     "test_memory_does_not_grow_with_the_updates": 4,
     "test_the_gradients_of_micro_batches_add_up": 5,
     "test_a_run_on_rows_goes_on_from_python": 3,
-    "test_a_run_of_the_page_is_loaded_with_all_that_it_learned": 3,
+    "test_a_run_of_the_page_is_loaded_with_all_that_it_learned": 5,
     "test_any_flags_train_or_are_one_line": 5,
     "test_any_command_line_gives_flags_or_one_line": 2,
     "test_extreme_values_train_or_are_one_line": 6,

@@ -30,6 +30,7 @@ def probabilities(folder, tmp_path):
     return torch.tensor(policy.action_probability_array), max(illegal)
 
 
+@pytest.mark.slow
 def test_it_plays_uniformly_and_hardly_ever_illegally(tmp_path):
     table, illegal = probabilities(make(tmp_path, steps=80, num_matches=32, learning_rate=5e-3), tmp_path)
     assert illegal < 0.1 and (table - 0.5).abs().max() < 0.2

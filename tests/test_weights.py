@@ -198,11 +198,10 @@ def train(script, folder, **flags):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_begins_from_another_and_is_resumed_without_it(script, small_model, tmp_path):
+def test_a_run_begins_from_another_and_is_resumed_without_it(script, tmp_path):
     script = SCRIPTS[script]
-    first, _ = train(script, tmp_path / "first", model=small_model)
-    flags = {"model": small_model, "load_checkpoint": str(tmp_path / "first"), "load_optimizer": True}
-    flags |= {"save_interval": 1}
+    first, _ = train(script, tmp_path / "first")
+    flags = {"load_checkpoint": str(tmp_path / "first"), "load_optimizer": True, "save_interval": 1}
     begun, _ = train(script, tmp_path / "begun", **(flags | {"actor_learning_rate": 0.0}))
     assert same_policy(begun[0].actor, first[0].actor) and same_policy(begun[1].reference, first[1].actor)
     whole, _ = train(script, tmp_path / "whole", **flags)
