@@ -5,9 +5,10 @@
     python -m benchmark.games --size quick --output-dir runs/kuhn  its short form, in two minutes
 
 One agent of 0.18 million parameters, which begins with each legal move as likely as any other (make_game_lm), plays
-both seats of 400 times 256 matches. Its exploitability is computed every 25 updates. Runs are made in
-<output-dir>/runs, one thread each, what is kept of them in <output-dir>/results, and runs that are kept are not made
-again: the command may be stopped and given again. The table is put into games.md, the picture beside it.
+both seats of 400 times 256 matches; under one rule two agents have a seat each. Exploitability is computed every 25
+updates. Runs are made in <output-dir>/runs, one thread each, what is kept of them in <output-dir>/results, and runs
+that are kept are not made again: the command may be stopped and given again. The table is put into games.md, the
+picture beside it.
 """
 
 import shlex
@@ -40,6 +41,7 @@ VARIANTS = {  # GAE's lambda, what regularises
     "moving reference": (0.85, "--kl-loss-coef 0.5 --reference-update-interval 50"),
     "moving reference, whole returns": (1, "--kl-loss-coef 0.5 --reference-update-interval 50"),
     "moving reference, one baseline": (0.85, "--kl-loss-coef 0.5 --reference-update-interval 50 --no-turn-baseline"),
+    "moving reference, two agents": (0.85, "--no-self-play --kl-loss-coef 0.5 --reference-update-interval 50"),
     "nothing": (1, "--kl-loss-coef 0"),
     "entropy, lowered": (1, "--kl-loss-coef 0 --entropy-coef 0.4 --entropy-coef-end 0"),
     "entropy, held": (1, "--kl-loss-coef 0 --entropy-coef 0.4"),
