@@ -123,15 +123,15 @@ def test_json_that_is_not_utf_8_is_one_line(tmp_path, suffix, capfd):
 
 def test_a_broken_file_is_said_once(tmp_path, monkeypatch):
     """By the error, and not by datasets too."""
-    said = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("datasets")
     monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
     logger.error("seen")
     with pytest.raises(UserError, match="ArrowInvalid: JSON parse error"):
         load_splits(write(tmp_path / "rows.jsonl", '{"prompt": "a"}\n{"prompt" "b"}\n'))
-    assert said == ["seen"]
+    assert messages == ["seen"]
 
 
 def test_the_working_folder_and_a_saved_dataset_are_data(tmp_path, monkeypatch):

@@ -94,8 +94,8 @@ def test_what_is_chosen_at_once_is_not_seen():
 def test_a_match_that_is_too_long_is_cut_short(capsys):
     read, totals, _ = play("open_spiel:tic_tac_toe", lambda seat, text: "1", num_turns=2)
     assert totals == [[0.0, 0.0]] * 20 and len(read) == 20 * 2
-    told = capsys.readouterr().out
-    assert "has matches of up to 9 moves: --num-turns 2 cuts them short" in told and "matches before" not in told
+    output = capsys.readouterr().out
+    assert "has matches of up to 9 moves: --num-turns 2 cuts them short" in output and "matches before" not in output
 
 
 def test_it_is_told_once_where_all_matches_are_cut(capsys):
@@ -115,8 +115,8 @@ def test_a_critic_of_the_team_is_told_to_be_idle_where_illegal_answers_cost_too(
     game = load(f"open_spiel:{name}", num_turns=3)[0].given
     metrics = {"agent_0/reward_mean": -0.5, "reward_mean": -0.5, "reward_std": 0.5}
     say_what_cancels(metrics, game.is_zero_sum, has_critic)
-    told = "the critic, which values their mean, teaches them nothing" in capsys.readouterr().out
-    assert told == (name == "kuhn_poker" and has_critic)
+    is_idle = "the critic, which values their mean, teaches them nothing" in capsys.readouterr().out
+    assert is_idle == (name == "kuhn_poker" and has_critic)
 
 
 def test_chance_of_the_games_own_is_drawn_from_the_seed():

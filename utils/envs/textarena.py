@@ -80,13 +80,13 @@ class Match:
         return None if self.env.state.done else self.env.state.current_player_id
 
     def text(self, seat):
-        told = self.env.state.observations[seat]
+        messages = self.env.state.observations[seat]
         if seat == self.seat:
             with self.own_random():
-                _, told = self.env.get_observation()  # some games tell whose move it is only then
+                _, messages = self.env.get_observation()  # some games tell whose move it is only then
         self.env.state.observations[seat] = []
         lines = []
-        for sender, message, _ in told:
+        for sender, message, _ in messages:
             if sender in range(self.num_seats):  # else it is the game that speaks
                 message = f"[{self.env.state.role_mapping.get(sender, f'Player {sender}')}] {message}"
             if sender != seat:
