@@ -8,11 +8,11 @@
     python -m benchmark.peer_ppo trl --seed 1 --output-dir runs/trl_1
 
 AgileRL's own train_llm_rollout plays our environment `guess` with adapters of the same shape as ours. TRL's trainer
-fine-tunes an agent, in full, on our task `code`, whose reward stands in the place of a reward model. The tokens that
-are read, sampling, the samples between two updates, mini-batches and epochs are as in ppo_llm.py, as are AgileRL's
-learning rates; TRL's is that of ippo_llm.py. The rest is the peer's default. A row is an update. Its seconds: `sample`
-is generate(), `reward` our task's functions, `learn` what is left of the clock; of AgileRL `learn` is learn() and
-`sample` what is left.
+fine-tunes an agent, in full, on our task `code` or another of one turn, whose reward stands in the place of a reward
+model. The tokens that are read, sampling, the samples between two updates, mini-batches and epochs are as in
+ppo_llm.py, as are AgileRL's learning rates; TRL's is that of ippo_llm.py. The rest is the peer's default. TRL is on the
+GPU where there is one. A row is an update. Its seconds: `sample` is generate(), `reward` our task's functions, `learn`
+what is left of the clock; of AgileRL `learn` is learn() and `sample` what is left.
 """
 
 import argparse
@@ -34,9 +34,10 @@ from utils import models, tasks
 from utils.cli import UserError
 from utils.envs import guess
 from utils.models.loading import locate
+from utils.tasks.items import make_items
 
 MAX_GUESSES = 6  # of a game, as in ppo_llm.py
-UPDATE, MINI_BATCH, EPOCHS = 64, 16, 2  # samples between two updates, and of an optimiser step; passes over them
+EPOCHS = 2  # passes over the samples of an update
 SINGLE = {"dtype": torch.float32}  # as ours; else it would be the file's, which is float16, or bfloat16
 
 
@@ -46,7 +47,8 @@ class Peer:
     def __init__(self, flags):
         self.flags, self.done, self.seconds = flags, 0, {"sample": 0.0, "reward": 0.0, "learn": 0.0}
         self.tokenizer = AutoTokenizer.from_pretrained(flags.model)
-        self.reference = AutoModelForCausalLM.from_pretrained(flags.model, **SINGLE).eval()
+        device = "cuda" if flags.system == "trl" and torch.cuda.is_available() else "cpu"
+        self.reference = AutoModelForCausalLM.from_pretrained(flags.model, **SINGLE).eval().to(device)
 
     def timed(self, phase, function, *args, **kwargs):
         start = time.perf_counter()
@@ -85,9 +87,10 @@ class AgileRL(Peer):
 
         rate = flags.learning_rate
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        config = dict(batch_size=UPDATE, mini_batch_size=MINI_BATCH, micro_batch_size_per_gpu=MINI_BATCH)
+        batch, mini_batch = flags.rollout_buffer_size, flags.mini_batch_size
+        config = dict(batch_size=batch, mini_batch_size=mini_batch, micro_batch_size_per_gpu=mini_batch)
         config |= dict(update_epochs=EPOCHS, lr_actor=rate, lr_critic=rate, temperature=1.0, top_p=1.0, top_k=0)
-        config |= dict(max_output_tokens=8, max_model_len=512, hf_generate_chunk_size=UPDATE, seed=flags.seed)
+        config |= dict(max_output_tokens=8, max_model_len=512, hf_generate_chunk_size=batch, seed=flags.seed)
         config |= dict(use_liger_loss=False, gradient_checkpointing=False)  # for GPUs, both
         self.args = config | vars(flags)
         pad = dict(pad_token_id=self.tokenizer.pad_token_id, pad_token=self.tokenizer.pad_token)
@@ -129,19 +132,21 @@ class TRL(Peer):
         from datasets import Dataset
         from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-        self.args_of_task = ippo_llm.Args(task="code", num_agents=1)
+        self.args_of_task = ippo_llm.Args(task=flags.task or "code", dataset=flags.dataset, num_agents=1)
         self.task = tasks.load_task(None, self.args_of_task, default=ippo_llm)
-        items = list(self.task.given.train_dataset(flags.train_size, flags.seed))
+        made = make_items(self.task.given, flags.task, flags.dataset, "train", flags.train_size, flags.seed)
+        items = list(made)
         prompts = [models.encode(self.task.formatters(item, 0), [], self) for item in items]
         self.items = {tuple(ids): item for ids, item in zip(prompts, items)}
-        config = dict(per_device_train_batch_size=UPDATE, gradient_accumulation_steps=1)  # of a rollout
-        config |= dict(num_mini_batches=UPDATE // MINI_BATCH, local_rollout_forward_batch_size=UPDATE)
+        batch, has_gpu = flags.rollout_buffer_size, torch.cuda.is_available()
+        config = dict(per_device_train_batch_size=batch, gradient_accumulation_steps=1)  # of a rollout
+        config |= dict(num_mini_batches=batch // flags.mini_batch_size, local_rollout_forward_batch_size=batch)
         config |= dict(num_ppo_epochs=EPOCHS, total_episodes=flags.train_size * flags.num_train_epochs)
-        config |= dict(response_length=48, temperature=1.0, stop_token="eos", missing_eos_penalty=None)
+        config |= dict(response_length=flags.max_new_tokens, temperature=1.0, stop_token="eos", missing_eos_penalty=None)
         config |= dict(learning_rate=flags.learning_rate, seed=flags.seed, num_sample_generations=0)
         self.args = config | vars(flags)
         self.folder = tempfile.TemporaryDirectory()
-        off = dict(report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False)
+        off = dict(report_to="none", save_strategy="no", use_cpu=not has_gpu, bf16=has_gpu, gradient_checkpointing=False)
         policy, reference = (AutoModelForCausalLM.from_pretrained(flags.model, **SINGLE) for _ in range(2))
         value = AutoModelForSequenceClassification.from_pretrained(flags.model, num_labels=1, **SINGLE)
         data = Dataset.from_dict({"input_ids": prompts})
@@ -172,8 +177,8 @@ class TRL(Peer):
         env.reset()
         _, (rewards,), _ = env.step([dict(enumerate(answers))])
         self.rewards = [rewards[b] for b in range(len(items))]
-        self.rows = [(torch.cat(row), torch.arange(sum(map(len, row))) >= len(row[0])) for row in rows]
-        return torch.tensor(self.rewards)
+        self.rows = [(torch.cat(row).cpu(), torch.arange(sum(map(len, row))) >= len(row[0])) for row in rows]
+        return torch.tensor(self.rewards, device=ids.device)
 
     def log(self, *_, **__):
         """Called after each update."""
@@ -208,7 +213,11 @@ def main():
     parser.add_argument("system", choices=["agilerl", "trl"])
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--env", choices=["guess"], help="what agilerl is trained on")
-    parser.add_argument("--task", choices=["code"], help="what trl is trained on")
+    parser.add_argument("--task", help="what trl is trained on, of one turn; none: code")
+    parser.add_argument("--dataset", help="of the task")
+    parser.add_argument("--max-new-tokens", type=int, default=48, help="of trl; agilerl's are 8")
+    parser.add_argument("--rollout-buffer-size", type=int, default=64, help="samples between two updates")
+    parser.add_argument("--mini-batch-size", type=int, default=16, help="samples of an optimiser step")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in --output-dir")
     parser.add_argument("--train-size", type=int, default=1536, help="games, or items")
     parser.add_argument("--learning-rate", type=float, help="none: 3e-3 of agilerl's adapters, 5e-4 of trl's models")
@@ -217,9 +226,11 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     flags = parser.parse_args()
     if (flags.env, flags.task)[flags.system == "agilerl"]:
-        parser.error("agilerl plays --env guess, and trl is trained on --task code")
-    if flags.train_size < UPDATE:
-        parser.error(f"--train-size takes at least the samples of an update, {UPDATE}")
+        parser.error("agilerl plays --env guess, and trl is trained on a --task")
+    if flags.train_size < flags.rollout_buffer_size:
+        parser.error(f"--train-size takes at least the samples of an update, {flags.rollout_buffer_size}")
+    if flags.rollout_buffer_size % flags.mini_batch_size:
+        parser.error("--rollout-buffer-size takes a multiple of --mini-batch-size")
     flags.learning_rate = flags.learning_rate or {"agilerl": 3e-3, "trl": 5e-4}[flags.system]
     flags.model = locate(flags.model)
     run = PeerRun("peer_ppo", flags)

@@ -46,6 +46,7 @@ def reference_logprob(reference, rows):
     """The mean log-probability of tokens under a model: rows of ids [L] and a mask [L], which is off for the first."""
     logprobs = []
     for ids, mask in rows:
+        ids = ids.to(reference.device)
         of_vocabulary = reference(ids[None]).logits[0, :-1].log_softmax(-1)
         logprobs.append(of_vocabulary.gather(1, ids[1:, None])[mask[1:]])
     return float(torch.cat(logprobs).mean())
