@@ -1,28 +1,8 @@
+"""Which tests are run in which form; what they share is in shared.py."""
+
 import collections
-import copy
-import functools
-import os
-import signal
-import sys
 
 import pytest
-import torch
-from helpers import TINY, make_model, tiny_base
-from processes import alone, copy_begun, make_whole
-from short_runs import train
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import utils.run.log
-from utils.tasks import tldr
-
-os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, one thread each, and so do the processes that they start
-torch.set_num_threads(1)
-HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
-for number, handler in HANDLERS.items():  # ignored where a shell's & or nohup starts the tests: runs would inherit it
-    if signal.getsignal(number) == signal.SIG_IGN:
-        signal.signal(number, handler)
-utils.run.log.draw_curves = lambda *_: None  # takes longer than the rest of a short run
-os.fsync = lambda file: None  # what is written outlives a process that is killed, if not the machine
 
 # Files of the short form: every script's oracles, learning, resume, bad input. Tests of all others are marked `rest`,
 # and so are those that make a fault and see that it is found.
@@ -41,16 +21,16 @@ EVERY = {
     "test_what_was_done_before_the_update_under_way_is_saved_at_once": 2,
     "test_each_seat_follows_the_gradient_of_its_own_return": 3,
     "test_wrong_rewards_are_seen": 2,
-    "test_hostile_program_fails_and_leaves_the_others_alone": 3,
+    "test_hostile_program_fails_and_leaves_the_others_alone": 5,
     "test_hostile_program_fails_without_some_layers": 3,
     "test_hostile_test_of_a_dataset_fails_and_leaves_the_others_alone": 2,
     "test_an_adapter_is_pefts_own": 3,
-    "test_a_flag_changes_what_a_run_leaves": 16,
-    "test_what_a_signal_in_an_update_saves_goes_on_to_the_same_bits": 4,
+    "test_a_flag_changes_what_a_run_leaves": 32,
+    "test_what_a_signal_in_an_update_saves_goes_on_to_the_same_bits": 8,
     "test_a_run_that_an_error_ended_in_an_update_goes_on_to_the_same_bits": 6,
     "test_a_fork_that_was_cut_off_at_a_change_of_files_is_whole_or_made_again": 3,
     "test_every_flag_of_a_size_refuses_a_text_and_a_negative_number": 3,
-    "test_an_architecture": 13,  # 52 of them, whole and with adapters
+    "test_an_architecture": 26,  # 52 of them, whole and with adapters
     "test_a_run_begins_from_another_and_is_resumed_without_it": 5,  # five scripts
     "test_two_processes_learn_and_measure_what_one_does": 9,
     "test_two_sharded_processes_go_on_to_the_same_bits": 4,
@@ -94,13 +74,22 @@ EVERY = {
     "test_a_task_that_fails_ends_the_run_in_a_line_with_what_was_learned": 3,
     "test_items_with_long_prompts_are_left_out_and_change_nothing_else": 3,
     "test_writers_of_the_page_read_each_others_text": 3,
-    "test_a_paused_run_goes_on_to_the_same_bits": 3,
+    "test_a_paused_run_goes_on_to_the_same_bits": 6,
     "test_the_base_is_saved_as_it_is_without_adapters": 3,
     "test_the_other_examples_run_as_printed": 2,
     "test_the_random_players_score_is_the_mean_over_all_that_can_be_said": 3,
     "test_a_gradient_that_is_not_finite_ends_the_run_and_is_in_no_weight": 3,
     "test_a_run_whose_output_nobody_reads_any_more_saves_and_ends": 2,
+    "test_a_fork_with_nothing_changed_is_the_run_to_the_bit": 5,  # five scripts
+    "test_overwrite_replaces_a_link_and_not_what_it_leads_to": 3,
+    "test_rows_are_the_items": 2,
 }
+
+
+def pytest_configure(config):
+    """Import what tests share where tests are run: takes seconds, and the main process of pytest-xdist runs none."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
+        config.pluginmanager.import_plugin("shared")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -128,108 +117,3 @@ def pytest_collection_modifyitems(config, items):
         is_short = item.path.stem.removeprefix("test_") in SHORT and not item.originalname.endswith("_seen")
         if not is_short and not has_another_form:
             item.add_marker("rest")
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(scope="session")
-def loaded_model():
-    """The embedded model, frozen, as a reference is: not to be changed."""
-    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval().requires_grad_(False)
-
-
-@pytest.fixture
-def model(loaded_model):
-    return copy.deepcopy(loaded_model)
-
-
-@pytest.fixture(scope="session")
-def base():
-    """A base of adapters, which is copied: not to be changed."""
-    return tiny_base()
-
-
-@pytest.fixture
-def prompts(tokenizer):
-    """Five prompts of different lengths."""
-    requests = ["Guess it.", "I think of a number from 1 to 50. Guess it.", "Summarise this post in about 16 words."]
-    requests += [item["prompt"] + "\n\n" + requests[2] for item in tldr.eval_dataset(2, 0)]
-    chats = [[{"role": "user", "content": request}] for request in requests]
-    return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-
-
-# --- Runs in processes of their own -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory):
-    """A folder for what is made once; the workers of pytest-xdist share it."""
-    folder = tmp_path_factory.getbasetemp()
-    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-
-
-@pytest.fixture(scope="session")
-def small_model(shared_folder, tokenizer):
-    """The folder of a model that is quick to load and to save."""
-    folder = shared_folder / "small_model"
-    with alone(shared_folder / "small_model.lock"):
-        return str(folder) if folder.exists() else make_model(folder, tokenizer)
-
-
-@pytest.fixture(scope="module")
-def quick(request, small_model):
-    """Lets the runs of a file, which have the flags of its SMALL, be of that model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(request.module.SMALL, "model", small_model)
-        yield
-
-
-@pytest.fixture(scope="session")
-def whole(shared_folder, small_model):
-    """Makes the folder of a run that nothing stops, of a command."""
-
-    def make(case, *more, model=small_model):
-        return make_whole(shared_folder, case, model, *more)
-
-    return make
-
-
-@pytest.fixture
-def begun(whole, tmp_path):
-    """Makes the folder of a run that has done three of its six updates."""
-
-    def make(case="ippo", name="run"):
-        return copy_begun(whole(case), tmp_path / name)
-
-    return make
-
-
-# --- Short runs in this process ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def in_tmp_path(tmp_path, monkeypatch):
-    """A folder of its own to work in, and a check that runs put back what they take."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    assert [signal.getsignal(number) for number in numbers] == before
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory):
-    """Makes the folder of a short run of a script, with some flags, that nothing happens to."""
-
-    @functools.cache
-    def make(script, **flags):
-        folder = tmp_path_factory.mktemp(script) / "run"
-        train(script, folder=folder, **flags)
-        return folder
-
-    return make

@@ -159,28 +159,29 @@ def test_a_run_that_nohup_started_does_not_end_where_its_terminal_is_closed(at_r
     assert process.wait().exitcode == 0 and num_rows(tmp_path / "run") == 6
 
 
-IN_SESSION = """
-import fcntl, runpy, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-sys.argv = sys.argv[1:]
-sys.path.insert(0, ".")
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def write_into(path, mode=os.O_WRONLY):
+    """Let this process write into a file of that name."""
+    for stream in (1, 2):
+        os.dup2(os.open(path, mode), stream)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+
+
+def take_terminal(name):
+    """Let this process lead a session of its own, on a terminal, and write there."""
+    os.setsid()
+    write_into(name, os.O_RDWR)  # the first that a session opens to read too is its own
 
 
 def test_a_run_whose_terminal_is_closed_saves_and_ends(waiting, tmp_path):
     name, flags, obstacle = waiting()
     ours, theirs = os.openpty()
-    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    command = [sys.executable, "-c", IN_SESSION, f"{name}.py", *map(str, flags)]
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
+    process = start(name, *flags, before=functools.partial(take_terminal, os.ttyname(theirs)))
+    process.wait_until(obstacle.with_suffix(".reached").exists)
+    assert process.exitcode is None
     os.close(theirs)
-    while not obstacle.with_suffix(".reached").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
     os.close(ours)  # the kernel then sends SIGHUP, and all writing there fails
     obstacle.unlink()
-    assert process.wait(120) == 128 + signal.SIGHUP
+    assert process.wait().exitcode == 128 + signal.SIGHUP
     assert saved_steps(tmp_path / "run")[-1] == num_rows(tmp_path / "run") < 6
     assert (tmp_path / "run" / "agent_0").is_dir()
 
@@ -188,18 +189,16 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(waiting, tmp_path):
 @pytest.mark.parametrize("seconds", [0, 0.03])
 def test_a_run_whose_output_nobody_reads_any_more_saves_and_ends(seconds, waiting, tmp_path):
     name, flags, obstacle = waiting("--save-interval", 0)
-    ours, theirs = os.pipe()
-    command = [sys.executable, f"{name}.py", *map(str, flags)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    while not obstacle.with_suffix(".reached").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)  # as Ctrl-C does, which ends the reader in `| tee log` too
+    os.mkfifo(tmp_path / "pipe")
+    ours = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    process = start(name, *flags, before=functools.partial(write_into, tmp_path / "pipe"))
+    process.wait_until(obstacle.with_suffix(".reached").exists)
+    assert process.exitcode is None
+    process.signal(signal.SIGINT)  # as Ctrl-C does, which ends the reader in `| tee log` too
     time.sleep(seconds)
     os.close(ours)
     obstacle.unlink()
-    assert process.wait(120) == 128 + signal.SIGINT
+    assert process.wait().exitcode == 128 + signal.SIGINT
     assert saved_steps(tmp_path / "run")[-1] == num_rows(tmp_path / "run") < 6
     assert (tmp_path / "run" / "agent_0").is_dir()
 

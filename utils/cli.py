@@ -368,6 +368,7 @@ def title_of(cls):
     return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
+@functools.cache  # to read the source takes a third of the time to parse a command
 def comments_of(cls):
     """{name: (title, help)} of the fields that stand in a class itself, from its source, if that can be had."""
     own = inspect.get_annotations(cls)
