@@ -139,6 +139,9 @@ class TRL(Peer):
         prompts = [models.encode(self.task.formatters(item, 0), [], self) for item in items]
         self.items = {tuple(ids): item for ids, item in zip(prompts, items)}
         batch, has_gpu = flags.rollout_buffer_size, torch.cuda.is_available()
+        self.tokenizer.padding_side = "left"
+        if self.tokenizer.pad_token_id == self.tokenizer.eos_token_id:
+            raise UserError(f"--model {flags.model} pads with its end token, which TRL takes out of prompts too")
         config = dict(per_device_train_batch_size=batch, gradient_accumulation_steps=1)  # of a rollout
         config |= dict(num_mini_batches=batch // flags.mini_batch_size, local_rollout_forward_batch_size=batch)
         config |= dict(num_ppo_epochs=EPOCHS, total_episodes=flags.train_size * flags.num_train_epochs)
