@@ -14,9 +14,9 @@ agent i reads its own part h_t^i and gives answer a_t^i. log pi sums over an ans
     actor i   maximises  (mean over turns of log pi(a_t^i|h_t^i) A'_t) + entropy_coef * (mean over its tokens of H)
     critic    minimises  mean over turns of (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-These means are over a mini-batch's pairs (episode, turn) in which an agent acts (a waiting agent's term is 0), and over
-agent i's sampled tokens. pi_old, V_old, m, r, A' are computed once per rollout: optimiser steps after the first are
-off-policy. pi_ref is the initial model. As on CoMLRL's page the policy loss has no ratio and no clip (ppo_llm.py has
+Means over turns are over a mini-batch's pairs (episode, turn) in which any agent acts: the term of one that waits is 0.
+H is over agent i's sampled tokens. pi_old, V_old, m, r, A' are computed once per rollout: optimiser steps after the
+first are off-policy. pi_ref is the initial model. As on CoMLRL's page the policy loss has no ratio, no clip (PPO has
 both); s, m_t and the KL penalty are additions. Without normalisation e_t = c_t and A' = A.
 
     python maac_llm.py --num-agents 2
@@ -155,8 +155,8 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it; end it by --num-turns, which play does not look at. If
-    an agent has no room for an answer, b is cut: no actions have b from this turn on, and what it earned before counts.
+    An episode ends when no observations have it or step cuts it, and is paid no more then. `play` does not count turns:
+    keep to --num-turns. It cuts b if an agent has no room to answer: actions lack b from then on, earlier pay stays.
     Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -399,7 +399,7 @@ def learn(agents, critic, rollouts, args, generator):
         order = torch.randperm(len(acted), generator=generator, device=acted.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts are means over processes, as gradients are: sum / mean count, averaged, is total sum / total count
+            # Gradients are averaged over processes: a sum / the mean count then becomes the total sum / the total count
             turn_count = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)  # (episode, turn) pairs
             token_counts = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch.split(args.micro_batch_size):

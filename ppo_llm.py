@@ -16,8 +16,8 @@ the k-th step of the environment, a_t the t-th token that an agent samples (of t
                                   R_t = A_t + V_old(h_t), V_clip = V_old(h_t) + clip(V(h_t) - V_old(h_t), -eps, eps)
 
 Old:   pi_old, V_old, m, A' and R are computed once per rollout; pi_ref is the initial policy or an older actor.
-End:   V_old(h_{t+1}) after its last action is 0, also where --num-turns ends a task or a one-player game; but where the
-       environment or lack of room cut the episode it is critic(all read and written) + m_after: see mean_rewards_to_go.
+End:   After its last action V_old(h_{t+1}) = 0, also where --num-turns ends a task or a one-player game. Only in an
+       episode that was cut, by its environment or for lack of room, is it critic(all read and written) + m_after.
 A':    (A - mean) / s, with mean and std over the rollout's actions, s = max(std, 0.98 * s of the previous update). This
        slow s is not in PPO. Without --advantage-normalization A' = A.
 Means: over a mini-batch's sampled tokens, of max(...) over answers with --turn-level-clip; the critic's over actions.
@@ -186,8 +186,8 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it; end it by --num-turns, which play does not look at. If
-    an agent has no room for an answer, b is cut: no actions have b from this turn on, and what it earned before counts.
+    An episode ends when no observations have it or step cuts it, and is paid no more then. `play` does not count turns:
+    keep to --num-turns. It cuts b if an agent has no room to answer: actions lack b from then on, earlier pay stays.
     Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -396,8 +396,8 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     """m [B, S], the part of V that is not the critic's: m_k on the tokens of turn k, m_after at a cut end, 0 elsewhere.
 
     m_k: mean sum of rewards from turn k on, over episodes (the row's own included) in which the agent acts in turn k.
-    m_after: what follows turn k, the row's last: mean sum of rewards from the next turn in which the agent acts, over
-    the episodes in which it acts in turn k and again; m_k if there are none. With --no-turn-baseline both are one mean
+    m_after, in a row whose last turn is k: the mean of what is earned by answers after turn k, over the episodes in
+    which the agent acts in turn k and again later; if there are none, m_k. With --no-turn-baseline both are one mean
     over all turns and episodes. In self-play m_k is of the seats that act in turn k, of which a game may have several.
     """
     last_turn = distributed.max(turns)  # T
@@ -445,7 +445,7 @@ def learn(agent, rollout, args, generator):
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
-        rewards = rewards / (std + args.reward_norm_eps)
+        rewards = rewards / (std.where(std > 1e-6, 1.0) + args.reward_norm_eps)  # 1: all earn the same
     m = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + m; m = 0: the usual V of PPO
 
     # 4. Log-probabilities and values before the update, without gradients: actor, critic model and, for a KL loss, the
@@ -482,7 +482,7 @@ def learn(agent, rollout, args, generator):
         order = torch.randperm(len(mask), generator=generator, device=mask.device)
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
-            # Counts are means over processes, as gradients are: sum / mean count, averaged, is total sum / total count
+            # Gradients are averaged over processes: a sum / the mean count then becomes the total sum / the total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)

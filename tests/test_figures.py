@@ -174,7 +174,11 @@ SENTENCES = [  # page, a sentence, its figures
     ("benchmark/games.md", "to between {} and {} with GAE's lambda of 0.85", lambda: ends("moving_reference")),
     ("benchmark/games.md", "{} and {} with whole returns", lambda: ends("moving_reference_whole_returns")),
     ("benchmark/games.md", "{} and {} with one baseline for", lambda: ends("moving_reference_one_baseline")),
-    ("benchmark/games.md", "end between {} and {} with the same reference", lambda: ends("moving_reference_two_agents")),
+    (
+        "benchmark/games.md",
+        "end between {} and {} with the same reference",
+        lambda: ends("moving_reference_two_agents"),
+    ),
     ("benchmark/games.md", "stops at {} to {}, with all seeds", lambda: ends("initial_reference")),
     ("benchmark/games.md", "for the legal moves: {} to {} in the end", lambda: ends("little_entropy_lowered")),
     (

@@ -161,13 +161,14 @@ def generator(seed):
 def explained_variance(returns, values, mask):
     """1 - Var(returns - values) / Var(returns) where the mask is 1: 1 of a perfect critic, 0 of a constant one.
 
-    NaN where the mask is nowhere 1.
+    NaN where the mask is nowhere 1, and where all returns are the same but the values are not.
     """
     if not max(mask):
         return torch.tensor(torch.nan)
     _, error_std = mean_std(returns - values, mask)
     _, returns_std = mean_std(returns, mask)
-    return 1 - (error_std / returns_std.clamp(min=1e-8)) ** 2
+    explained = 1 - (error_std / returns_std.clamp(min=1e-8)) ** 2
+    return explained.where((returns_std > 1e-8) | (error_std == 0), torch.nan)
 
 
 def share(items):

@@ -14,7 +14,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from utils.cli import UserError, one_line
+from utils import distributed
+from utils.cli import SharedError, UserError, one_line
 from utils.distributed import say
 
 UNLIMITED = 2**31  # tokens of a context
@@ -325,7 +326,7 @@ def join_rollouts(agents, players, rollouts):
 
 
 def concatenate(rollouts):
-    """Rollouts of B rows each as one, padded on the right to the widest."""
+    """Rollouts of B rows each as one, padded on the right to the widest: new columns of ids, as of all else, are 0."""
     width = max(rollout.ids.shape[1] for rollout in rollouts)
     fields = {}
     for name in vars(rollouts[0]):
@@ -372,9 +373,11 @@ def join_transcripts(agents, rollouts, critic, reads, writes):
         check_known(row.ids, tokenizer, critic.critic.config)
         rows.append(row)
     room = getattr(critic.critic.config.get_text_config(), "max_position_embeddings", None)
-    longest = max([len(row.ids) for row in rows], default=0)
+    # What stands before a row's last mark is read, and nothing behind it. All processes end together
+    longest = distributed.max(torch.tensor([row.turns.index(max(row.turns)) for row in rows if row.turns]))
     if room and longest > room:
-        raise UserError(f"the critic has {room} positions, and what the team reads and writes has {longest} tokens")
+        many = f"what the team reads and writes has {longest} tokens"
+        raise SharedError(f"the critic has {room} positions, and {many}: it takes fewer agents or turns")
     padded = pad_right(rows, critic.critic)
     ids = padded["ids"] * padded["attention_mask"]  # 0 for padding: its token may be one that the critic does not know
     return JointTranscripts(ids, padded["attention_mask"], padded["turns"])

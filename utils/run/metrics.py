@@ -84,8 +84,9 @@ def agent_metrics(metrics, critic_metrics=None):
     """The metrics of N agents, dicts, and of a critic of the team: agent_<i>/<name>, critic/<name>, and means."""
     named = {}
     for name in OF_TEAM:
-        if name in metrics[0]:
-            named[name] = sum(float(each[name]) for each in metrics) / len(metrics)
+        own = [float(each[name]) for each in metrics if float(each.get("reference_logprob", 0.0))]  # 0: nothing sampled
+        if own:
+            named[name] = sum(own) / len(own)
     for i, each in enumerate(metrics):
         named |= {f"agent_{i}/{name}": x for name, x in each.items() if name not in OF_TEAM}
     return named | {f"critic/{name}": x for name, x in (critic_metrics or {}).items()}
