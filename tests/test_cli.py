@@ -14,7 +14,7 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-from utils.cli import ALIASES, UserError, command_line, find_run, parse
+from utils.cli import ALIASES, UserError, command_line, find_run, parse, run_of
 
 SCRIPTS = (ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm)
 OF_COMLRL = """
@@ -101,3 +101,10 @@ def test_the_latest_run_is_found_beside_a_link_that_leads_nowhere(tmp_path, monk
     os.utime("runs/ippo_llm__1/notes.txt", (1, 1), follow_symlinks=False)
     os.utime("runs/ippo_llm__1", (1, 1))
     assert find_run("latest", "ippo_llm") == Path("runs/ippo_llm__2")
+
+
+def test_a_run_in_a_folder_called_checkpoints_is_no_checkpoint(tmp_path):
+    run = tmp_path / "checkpoints/first"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    assert run_of(str(run)) == str(run) == run_of(str(run / "checkpoints/update_000001"))

@@ -362,10 +362,19 @@ def test_what_a_stranger_links_to_is_not_in_the_page(copied, tmp_path):
 def test_what_a_stranger_names_as_data_is_shown_only_where_the_command_names_it(copied, tmp_path):
     data = tmp_path / "private.txt"
     data.write_text("private\n" * 20)
-    set_flags(copied, dataset=str(data))
-    with pytest.raises(UserError, match="shows what is in .* on this machine: add --dataset .*, if it may be shown"):
-        run_command(copied)
+    for name in (f"{tmp_path}:default", str(data)):
+        set_flags(copied, dataset=name)
+        with pytest.raises(
+            UserError, match="shows what is in .* on this machine: add --dataset .*, if it may be shown"
+        ):
+            run_command(copied)
     assert run_command(copied, "--items", 1, "--dataset", data)[0]["item"]["prompt"] == "private"
+
+
+def test_a_script_that_cannot_be_imported_is_one_line(copied, tmp_path):
+    (tmp_path / "mine.py").write_text("import no_such_module")
+    with pytest.raises(UserError, match="^--script .*mine.py: it can't be loaded: .*no_such_module"):
+        run_command(copied, "--script", tmp_path / "mine.py")
 
 
 @pytest.mark.parametrize("reward", ["1e308", "-1e308", "inf"])

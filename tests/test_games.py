@@ -244,9 +244,10 @@ def test_a_seat_reads_what_a_game_of_textarena_says_only_when_it_is_asked():
     assert "CURRENT PROPOSAL" in read[1][2] and read[0][2].count("ROUND 1") == 1
 
 
-def test_the_second_illegal_answer_loses_in_textarena():
+@pytest.mark.parametrize("answer", ["nine", "4]"])
+def test_the_second_illegal_answer_loses_in_textarena(answer):
     pytest.importorskip("textarena")
-    read, totals, metrics = play("textarena:TicTacToe-v0", lambda seat, text: "nine", num_matches=2)
+    read, totals, metrics = play("textarena:TicTacToe-v0", lambda seat, text: answer, num_matches=2)
     assert totals == [[-1.0, 1.0]] * 2 and metrics == {"illegal_rate": 1.0} and "invalid move" in read[2][2]
 
 

@@ -117,6 +117,12 @@ def test_two_runs_meet_in_a_game_of_textarena_without_a_random_player(tmp_path):
     assert len(play_league([run, str(other)], matches=2)) == 4
 
 
+def test_a_run_called_random_is_no_random_player(runs, tmp_path, monkeypatch):
+    shutil.copytree(runs[0], tmp_path / "random")
+    monkeypatch.chdir(tmp_path)
+    assert {player for player, *_ in play_league(["random"], matches=2)} == {"random (1)", "random"}
+
+
 def test_what_can_not_play_is_a_line(runs, tmp_path):
     other = shutil.copytree(runs[0], tmp_path / "other")
     config = json.loads((other / "config.json").read_text())

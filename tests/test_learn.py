@@ -597,6 +597,16 @@ def test_a_rollout_in_which_all_earn_the_same_moves_no_actor(initials, tokenizer
     assert max((x - y).abs().max().item() for x, y in zip(before, after)) == 0
 
 
+def test_rewards_that_are_all_the_same_are_not_divided_by_their_deviation(initials, tokenizer):
+    args = make_args(ppo_llm, num_agents=1, gamma=0.5, reward_normalization=True)
+    agent = ppo_llm.Agent(0, initials(args)[0], 10, args)
+    transcripts = make_transcripts(ppo_llm, tokenizer, [[(5 + k, 0), (3, 1)] for k in range(14)])
+    for transcript in transcripts:
+        transcript.rewards = [0.0] * (len(transcript.ids) - 1) + [1.0]
+    rollout = ppo_llm.Rollout(**models.pad_right(transcripts, agent))
+    assert float(ppo_llm.learn(agent, rollout, args, seeded())["value_loss"]) < 1
+
+
 def test_a_ratio_too_large_to_be_computed_is_clipped_and_gives_no_gradient_that_is_no_number(initials, monkeypatch):
     """exp(120), of an answer of two tokens or more: the clip holds where A > 0, and else the gradient is finite."""
     args = make_args(ppo_llm, num_agents=1, action_granularity="turn", turn_level_clip=True)

@@ -321,6 +321,7 @@ def test_what_was_not_measured_is_nan():
     x = torch.ones(2, 3)
     assert distributed.explained_variance(x, x, torch.zeros(2, 3)).isnan()
     assert distributed.explained_variance(x, x, x) == 1
+    assert distributed.explained_variance(x, 0.5 + torch.rand(2, 3), x).isnan()  # all returns are the same
 
 
 def test_the_keyboard_ends_a_run_with_what_was_learned():

@@ -401,7 +401,8 @@ def comments_of(cls):
 def run_of(fork):
     """The run that --fork names, itself or by RUN/checkpoints/update_<n>."""
     path = Path(fork)
-    return str(path.parent.parent) if path.parent.name == "checkpoints" else fork
+    is_run = os.path.isfile(path / "config.json")  # one that lies in a folder of that name
+    return str(path.parent.parent) if path.parent.name == "checkpoints" and not is_run else fork
 
 
 def find_run(name, script, flag="--resume"):

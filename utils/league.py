@@ -87,7 +87,7 @@ def load_sides(runs, script=None):
         agents, args = load(run, module := import_script(run, config, script))
         name = Path(os.path.realpath(run)).name
         name = one_line(run if counts[name] > 1 or name == RANDOM else name, 80)
-        if name in [side.name for side in sides]:  # long names, of which the ends are cut
+        if name in [RANDOM, *(side.name for side in sides)]:  # a run of that name, or long names, whose ends are cut
             name = f"{name[:70]} ({k + 1})"
         sides.append(Side(name, seats_of(agents, num_agents), args, module))
     return sides

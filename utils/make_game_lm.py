@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils import distributed, models
 from utils.cli import UserError, check_needs, command_line, flags, not_with
-from utils.files import writing
+from utils.files import disk_errors, writing
 from utils.models.loading import load_model, load_tokenizer, without_bars
 from utils.models.transcripts import UNLIMITED
 
@@ -155,7 +155,7 @@ def main(args):
         schedule.step()
         if step % 50 == 0 or step == args.steps - 1:
             print(f"step {step}  loss {loss.item():.3f}  {time.time() - start:.0f} s", flush=True)
-    with writing(out), without_bars():
+    with writing(out), disk_errors(), without_bars():
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
     print(f"{out}: {sum(p.numel() for p in model.parameters()):,} parameters")

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from utils.cli import Settings, UserError, command_line, flags
-from utils.files import read_json, writing
+from utils.files import disk_errors, read_json, writing
 from utils.models.adapters import WEIGHTS, add, check_base, load_adapter, wrap
 from utils.models.loading import load_model, read_tokenizer
 from utils.models.lora import CONFIG, read_config
@@ -77,7 +77,7 @@ def main(args):
     if merged.get_output_embeddings().weight is not merged.get_input_embeddings().weight:
         merged.config.tie_word_embeddings = False
     aside = out.with_name(out.name + ".writing")
-    with writing(out):
+    with writing(out), disk_errors():
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         merged.save_pretrained(aside)

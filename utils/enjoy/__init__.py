@@ -74,7 +74,8 @@ def import_script(run, config, script=None):
     if script is not None:
         if not script.endswith(".py") or not os.path.isfile(script):
             raise UserError(f"--script takes a FILE.py, and there is no file {one_line(script, 80)}")
-        return envs.import_file(script, Path(script).stem)
+        with envs.blame(f"--script {script}", "it can't be loaded"):
+            return envs.import_file(script, Path(script).stem)
     is_elsewhere = os.path.isfile(own) and own.resolve().parent != ROOT
     if is_elsewhere or not own.name.endswith("_llm.py") or not (ROOT / own.name).is_file():
         code = f"the code in {one_line(own.name, 80)}"
@@ -90,7 +91,7 @@ def check_code(run, saved, flags):
             code = f"the code in {one_line(Path(str(there)).name, 80)}"
             raise UserError(f"{run} takes {code}: add --{name} FILE.py, if you trust it, and that is run")
     data = saved.get("dataset")
-    if "dataset" not in flags and data is not None and os.path.exists(data):
+    if "dataset" not in flags and data is not None and any(map(os.path.exists, (data, data.rpartition(":")[0]))):
         shown = f"what is in {one_line(data, 80)}"
         raise UserError(f"{run} shows {shown} on this machine: add --dataset {one_line(data, 80)}, if it may be shown")
     if saved.get("trust_remote_code") and not flags.get("trust_remote_code"):

@@ -21,7 +21,10 @@ class Person:
         return True
 
     def answer(self, episodes, env):
-        return {b: input("> ") for b in episodes}
+        try:
+            return {b: input("> ") for b in episodes}
+        except UnicodeDecodeError as error:
+            raise UserError(f"an answer is to be in the terminal's encoding: {error.reason}") from error
 
 
 def play_seat(run, seat, matches=4, seed=1, do_sample=True, temperature=None, script=None, **flags):

@@ -95,11 +95,12 @@ class Match:
 
     def move(self, answer):
         seat = self.seat
-        if self.in_brackets and "[" not in answer:
+        if self.in_brackets and "[" not in answer and "]" not in answer:
             answer = f"[{answer.strip()}]"
+        state = self.env.state
+        state.game_info[seat]["invalid_move"] = False  # it may be of an earlier answer
         with self.own_random():
             self.env.step(answer)
-        state = self.env.state
         return not (getattr(state, "error_count", 0) or state.game_info[seat].get("invalid_move"))
 
     def returns(self):

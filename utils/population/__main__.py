@@ -125,6 +125,8 @@ def live(population, words, breeding):
             gpus = args.gpus
             if gpus is None:
                 gpus = breeding.gpus_of(args.size if args.address else args.workers)
+            if not args.address:  # a cluster may grow
+                breeding.check_gpus(gpus)
             plan = {"folder": str(population.folder), "cwd": str(Path.cwd()), "python": sys.executable, "words": words}
             plan |= {"generation": args.generation, "num_updates": population.num_updates, "seed": args.seed}
             plan |= {"metric": args.metric, "first": first}

@@ -275,7 +275,8 @@ def connect(address, workers):
     if ray.is_initialized():
         return False
     options = {"logging_level": "CRITICAL", "log_to_driver": False}
-    options["runtime_env"] = {"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}}
+    path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(path)}}
     if address:
         options["address"] = address
     else:
@@ -293,6 +294,15 @@ def gpus_of(at_a_time):
     return min(1.0, math.floor(share * 1000) / 1000)
 
 
+def check_gpus(gpus):
+    """Raise UserError for GPUs of a member that Ray would wait for without end, or does not take."""
+    there = ray.cluster_resources().get("GPU", 0)
+    if gpus > there or gpus > 1 and gpus % 1:
+        raise UserError(
+            f"--gpus takes a part of one, or a whole number up to the {there:g} that there are, got {gpus:g}"
+        )
+
+
 def first_update(plan, values, gpus):
     """(exit code, or None where it is to stop; why it failed) of the first update of the first member."""
     folder = Path(plan["folder"]) / folder_of(1, 0)
@@ -301,7 +311,11 @@ def first_update(plan, values, gpus):
         code = run_script(plan, folder, None, values, 1)
         return code, why(code, folder) if code else None
 
-    return ray.get(ray.remote(num_cpus=1, num_gpus=gpus)(begin).remote())
+    try:
+        return ray.get(ray.remote(num_cpus=1, num_gpus=gpus)(begin).remote())
+    except (OSError, ray.exceptions.RayError) as error:
+        reason = one_line((str(error).strip() or type(error).__name__).splitlines()[-1])
+        raise Failed(f"Ray can't go on: {reason}; the same command goes on") from error
 
 
 def breed(plan, members, ranges, args, gpus, record, is_stopped):

@@ -110,9 +110,10 @@ class Population:
             self.write()
             if self.is_complete(record["generation"]):
                 self.draw()
-                self.trim(record["generation"] - self.args.keep_generations)
-                if self.best() is None:
+                if self.best() is None:  # the generation before is forked again
                     self.error = Failed(f"no member of generation {record['generation']} is left: {record['error']}")
+                else:
+                    self.trim(record["generation"] - self.args.keep_generations)
         except UserError as error:
             self.error = error
 
