@@ -28,11 +28,11 @@ def last_tenth(rows):
 
 
 BRIEF = {"num_train_epochs": 1, "eval_interval": 0}
-NUMBER = BRIEF | {"task": "number", "num_turns": 3, "max_new_tokens": 4, "train_size": 768}
+NUMBER = BRIEF | {"task": "number", "num_turns": 3, "max_new_tokens": 4, "train_size": 512}
 FAST = {"actor_learning_rate": 1e-3}
 RISES = {
     "iac on summaries": (iac_llm, BRIEF | {"use_separate_critic": True, "train_size": 384}, 0.3),
-    "ippo on numbers": (ippo_llm, NUMBER, 0.2),
+    "ippo on numbers": (ippo_llm, NUMBER, 0.15),
     "maac on numbers": (maac_llm, NUMBER | FAST | {"train_size": 384}, 0.1),
     "magrpo on numbers": (magrpo_llm, NUMBER | FAST | {"num_generations": 4, "train_size": 128}, 0.1),
     "ppo on guesses": (ppo_llm, BRIEF | {"train_size": 512}, 0.12),

@@ -134,6 +134,7 @@ def median(numbers):
     return sorted(numbers)[len(numbers) // 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script, updates",
     [("ippo", 60), ("ppo", 60), *(pytest.param(script, 300, marks=pytest.mark.slow) for script in SCRIPTS)],

@@ -172,6 +172,7 @@ def as_words(**flags):
     return words
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path, small_model):
     flags = as_words(model=small_model, max_episodes=80)
     finish("ppo_llm", *flags, "--output-dir", tmp_path / "whole")

@@ -242,6 +242,7 @@ def run_out_of_memory():
     ippo_llm.gae = exhaust
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_sharded_run_that_memory_ended_goes_on_with_smaller_micro_batches(
     make, shared_folder, small_model, victim, tmp_path

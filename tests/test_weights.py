@@ -197,6 +197,7 @@ def train(script, folder, **flags):
     return script.main(script.Args(**(small | flags)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_begins_from_another_and_is_resumed_without_it(script, tmp_path):
     script = SCRIPTS[script]

@@ -376,8 +376,8 @@ def join_transcripts(agents, rollouts, critic, reads, writes):
     # What stands before a row's last mark is read, and nothing behind it. All processes end together
     longest = distributed.max(torch.tensor([row.turns.index(max(row.turns)) for row in rows if row.turns]))
     if room and longest > room:
-        many = f"what the team reads and writes has {longest} tokens"
-        raise SharedError(f"the critic has {room} positions, and {many}: it takes fewer agents or turns")
+        many = f"what the team reads and writes has {longest} tokens: it takes fewer agents or turns, or a larger one"
+        raise SharedError(f"the critic has {room} positions, and {many}")
     padded = pad_right(rows, critic.critic)
     ids = padded["ids"] * padded["attention_mask"]  # 0 for padding: its token may be one that the critic does not know
     return JointTranscripts(ids, padded["attention_mask"], padded["turns"])
