@@ -78,6 +78,12 @@ def hanabi_return(seed, update, rule="reading"):
     return f"{rows[-1 if update < 0 else steps.index(update)]['eval/return']:.2f}"
 
 
+def bridge(script):
+    """The held-out rewards of tiny_bridge_2p."""
+    rows = read_metrics(ROOT / f"benchmark/bridge/{script}__1")
+    return [f"{row['eval/reward_mean']:.1f}" for row in rows if row["eval/reward_mean"] is not None]
+
+
 def first_rewards(run, part):
     """The mean reward of some updates of IPPO on all weights of a real model."""
     return f"{fmean(row['reward_mean'] for row in read_metrics(ROOT / f'benchmark/{run}ippo')[part]):.2f}"
@@ -181,6 +187,12 @@ SENTENCES = [  # page, a sentence, its figures
     ),
     ("benchmark/games.md", "stops at {} to {}, with all seeds", lambda: ends("initial_reference")),
     ("benchmark/games.md", "for the legal moves: {} to {} in the end", lambda: ends("little_entropy_lowered")),
+    (
+        "docs/games.md",
+        "IPPO comes from {} after the first update to {} after 200",
+        lambda: bridge("ippo")[:: len(bridge("ippo")) - 1],
+    ),
+    ("docs/games.md", "MAAC to {} (held out", lambda: bridge("maac")[-1:]),
     (
         "docs/games.md",
         "what they earn in a round falls from {} to {} each",

@@ -161,6 +161,8 @@ def test_a_teams_transcripts_are_one_text_turn_by_turn(agent):
     )
     assert turns[turns > 0].tolist() == [1, 3]
     assert ids[turns > 0].tolist() == [tokenizer.eos_token_id] * 2
+    critic.critic.config = config_of(int(turns[0].argmax()))  # it reads up to the last mark
+    join_transcripts([agent, agent], rollouts, critic, *FORMATS)
     critic.critic.config = config_of(20)
     with pytest.raises(UserError, match="^the critic has 20 positions, and what the team reads and writes has "):
         join_transcripts([agent, agent], rollouts, critic, *FORMATS)
