@@ -380,7 +380,7 @@ def learn(agents, critic, rollouts, args, generator):
             ref_logprob = distributed.masked_mean(ref_logprobs, mask)
             metrics.append({"kl": distributed.masked_mean(kl, mask), "reference_logprob": ref_logprob})
         # The texts that the critic reads (see critic_forward): {} and {} are the number of an acting agent and what it
-        # reads or writes in that turn. A text longer than the critic's context is a UserError
+        # reads or writes in that turn. A text longer than the critic's context ends the run
         joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
         for rows in joint.attention_mask.sum(1).argsort().split(args.micro_batch_size):
             old_values[rows] = critic_forward(critic, joint, rows, m) * acted[rows]  # no m_t past an end

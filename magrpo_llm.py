@@ -77,7 +77,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     # subtracted from R_t: the mean of its group, the mean of the others in it, its maximum, or nothing
     advantage_mode: Literal["mean", "rloo", "max", "raw"] = "mean"
     kl_coef: NonNegativeFloat = 0.03  # weight of the KL penalty in r_t, in rewards per nat
-    # divide A_t by the standard deviation of the group's R_t, KL penalty included; not with raw, where it may be 0
+    # divide A_t by the deviation of the group's R_t, KL penalty included; not with raw: it may be 0 where A_t is not
     advantage_normalization: bool = not_with("advantage_mode=raw", default=False)
 
     # Optimisation

@@ -92,7 +92,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     )
     gamma: Fraction = 1.0  # discount factor, from action to action
     gae_lambda: Fraction = 0.85  # 0.95 for long answers in one turn
-    reward_normalization: bool = False  # divide rewards by the standard deviation of what episodes earn
+    reward_normalization: bool = False  # divide rewards by the deviation of what episodes earn, if there is one
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
     turn_baseline: bool = True  # one m_k per turn; else a single mean over all turns
     advantage_normalization: bool = True  # centre and scale advantages over the rollout's actions

@@ -134,7 +134,7 @@ class TRL(Peer):
 
         self.args_of_task = ippo_llm.Args(task=flags.task or "code", dataset=flags.dataset, num_agents=1)
         self.task = tasks.load_task(None, self.args_of_task, default=ippo_llm)
-        made = make_items(self.task.given, flags.task, flags.dataset, "train", flags.train_size, flags.seed)
+        made = make_items(self.task.given, self.task.name, flags.dataset, "train", flags.train_size, flags.seed)
         items = list(made)
         prompts = [models.encode(self.task.formatters(item, 0), [], self) for item in items]
         self.items = {tuple(ids): item for ids, item in zip(prompts, items)}
@@ -148,9 +148,9 @@ class TRL(Peer):
         config |= dict(response_length=flags.max_new_tokens, temperature=1.0)
         config |= dict(stop_token="eos", missing_eos_penalty=None)
         config |= dict(learning_rate=flags.learning_rate, seed=flags.seed, num_sample_generations=0)
+        config |= dict(use_cpu=not has_gpu, bf16=has_gpu)
         self.args = config | vars(flags)
         self.folder = tempfile.TemporaryDirectory()
-        config |= dict(use_cpu=not has_gpu, bf16=has_gpu)
         off = dict(report_to="none", save_strategy="no", gradient_checkpointing=False)
         policy, reference = (AutoModelForCausalLM.from_pretrained(flags.model, **SINGLE) for _ in range(2))
         value = AutoModelForSequenceClassification.from_pretrained(flags.model, num_labels=1, **SINGLE)
@@ -219,7 +219,7 @@ def main():
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--env", choices=["guess"], help="what agilerl is trained on")
     parser.add_argument("--task", help="what trl is trained on, of one turn; none: code")
-    parser.add_argument("--dataset", help="of the task")
+    parser.add_argument("--dataset", help="of a task that makes several, such as reasoning")
     parser.add_argument("--max-new-tokens", type=int, default=48, help="of trl; agilerl's are 8")
     parser.add_argument("--rollout-buffer-size", type=int, default=64, help="samples between two updates")
     parser.add_argument("--mini-batch-size", type=int, default=16, help="samples of an optimiser step")

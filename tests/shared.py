@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import utils.run.log
 from utils.tasks import tldr
 
-os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, one thread each, and so do the processes that they start
 torch.set_num_threads(1)
 HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
 for number, handler in HANDLERS.items():  # ignored where a shell's & or nohup starts the tests: runs would inherit it

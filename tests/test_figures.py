@@ -189,10 +189,10 @@ SENTENCES = [  # page, a sentence, its figures
     ("benchmark/games.md", "for the legal moves: {} to {} in the end", lambda: ends("little_entropy_lowered")),
     (
         "docs/games.md",
-        "IPPO comes from {} after the first update to {} after 200",
+        "IPPO comes from {} after the first update to {} after 200 updates",
         lambda: bridge("ippo")[:: len(bridge("ippo")) - 1],
     ),
-    ("docs/games.md", "MAAC to {} (held out", lambda: bridge("maac")[-1:]),
+    ("docs/games.md", "MAAC with the same flags comes to {}.", lambda: bridge("maac")[-1:]),
     (
         "docs/games.md",
         "what they earn in a round falls from {} to {} each",

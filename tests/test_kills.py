@@ -172,12 +172,9 @@ def take_terminal(name):
     write_into(name, os.O_RDWR)  # the first that a session opens to read too is its own
 
 
-def test_a_run_whose_terminal_is_closed_saves_and_ends(waiting, tmp_path):
-    name, flags, obstacle = waiting()
+def test_a_run_whose_terminal_is_closed_saves_and_ends(at_reward, tmp_path):
     ours, theirs = os.openpty()
-    process = start(name, *flags, before=functools.partial(take_terminal, os.ttyname(theirs)))
-    process.wait_until(obstacle.with_suffix(".reached").exists)
-    assert process.exitcode is None
+    process, obstacle = at_reward(before=functools.partial(take_terminal, os.ttyname(theirs)))
     os.close(theirs)
     os.close(ours)  # the kernel then sends SIGHUP, and all writing there fails
     obstacle.unlink()
@@ -187,13 +184,10 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(waiting, tmp_path):
 
 
 @pytest.mark.parametrize("seconds", [0, 0.03])
-def test_a_run_whose_output_nobody_reads_any_more_saves_and_ends(seconds, waiting, tmp_path):
-    name, flags, obstacle = waiting("--save-interval", 0)
+def test_a_run_whose_output_nobody_reads_any_more_saves_and_ends(seconds, at_reward, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     ours = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    process = start(name, *flags, before=functools.partial(write_into, tmp_path / "pipe"))
-    process.wait_until(obstacle.with_suffix(".reached").exists)
-    assert process.exitcode is None
+    process, obstacle = at_reward("--save-interval", 0, before=functools.partial(write_into, tmp_path / "pipe"))
     process.signal(signal.SIGINT)  # as Ctrl-C does, which ends the reader in `| tee log` too
     time.sleep(seconds)
     os.close(ours)
@@ -201,6 +195,23 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_and_ends(seconds, waitin
     assert process.wait().exitcode == 128 + signal.SIGINT
     assert saved_steps(tmp_path / "run")[-1] == num_rows(tmp_path / "run") < 6
     assert (tmp_path / "run" / "agent_0").is_dir()
+
+
+@pytest.mark.slow
+def test_a_command_whose_output_nobody_reads_any_more_ends_as_the_signal_says(waiting, tmp_path):
+    """Of a real command the interpreter's last flush is seen too."""
+    name, flags, obstacle = waiting("--save-interval", 0)
+    ours, theirs = os.pipe()
+    process = subprocess.Popen([sys.executable, f"{name}.py", *map(str, flags)], cwd=ROOT, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    while not obstacle.with_suffix(".reached").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    os.close(ours)
+    obstacle.unlink()
+    assert process.wait(120) == 128 + signal.SIGINT
+    assert saved_steps(tmp_path / "run")[-1] == num_rows(tmp_path / "run") < 6
 
 
 # --- By a signal, while it learns -------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def median(numbers):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script, updates",
-    [("ippo", 60), ("ppo", 60), *(pytest.param(script, 300, marks=pytest.mark.slow) for script in SCRIPTS)],
+    [("ippo", 60), ("ppo", 60), *((script, 300) for script in SCRIPTS)],
 )
 def test_memory_does_not_grow_with_the_updates(script, updates, tmp_path):
     process = Process(watch_memory, script, updates, tmp_path).wait(600)

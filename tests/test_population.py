@@ -489,6 +489,14 @@ def test_members_share_the_gpus(tools, monkeypatch, resources, at_a_time, gpus):
     assert tools.gpus_of(at_a_time) == gpus
 
 
+@pytest.mark.parametrize("gpus", [1.5, 3.0])
+def test_gpus_that_are_not_there_are_a_line(tools, monkeypatch, gpus):
+    monkeypatch.setattr(tools.ray, "cluster_resources", lambda: {"GPU": 2.0})
+    tools.check_gpus(2.0)
+    with pytest.raises(UserError, match=f"^--gpus takes a part of one, or a whole number up to the 2 .*got {gpus:g}$"):
+        tools.check_gpus(gpus)
+
+
 @pytest.mark.parametrize("log, reason", [("a\nb: no\n", "b: no"), ("", "exit code 1, and nothing in {}.log")])
 def test_a_run_that_fails_has_a_reason_if_its_log_could_not_be_written(tools, log, reason, tmp_path):
     (tmp_path / "member_0.log").write_text(log)

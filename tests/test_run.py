@@ -43,6 +43,7 @@ from utils import distributed
 from utils.cli import Stopped, TaskError, UserError
 from utils.files import WriteError, lock, whole_lines
 from utils.run import failures, folder, log, report
+from utils.run.metrics import agent_metrics
 from utils.same import timeless
 from utils.tasks.calls import as_metric
 
@@ -322,6 +323,12 @@ def test_what_was_not_measured_is_nan():
     assert distributed.explained_variance(x, x, torch.zeros(2, 3)).isnan()
     assert distributed.explained_variance(x, x, x) == 1
     assert distributed.explained_variance(x, 0.5 + torch.rand(2, 3), x).isnan()  # all returns are the same
+
+
+def test_who_sampled_nothing_is_in_no_mean_of_the_team():
+    idle, acting = {"kl": 0.0, "reference_logprob": 0.0}, {"kl": 0.5, "reference_logprob": -2.0, "entropy": 1.0}
+    assert agent_metrics([idle, acting]) == {"kl": 0.5, "reference_logprob": -2.0, "agent_1/entropy": 1.0}
+    assert agent_metrics([{"kl": 0.5}]) == {"kl": 0.5}  # of a script of one's own
 
 
 def test_the_keyboard_ends_a_run_with_what_was_learned():

@@ -38,7 +38,7 @@ class TaskError(UserError):
 
 
 class SharedError(TaskError):
-    """A TaskError that all processes of the run meet at the same place."""
+    """What ends the run in all of its processes at the same place."""
 
 
 class Stopped(UserError):
@@ -368,7 +368,7 @@ def title_of(cls):
     return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
-@functools.cache  # to read the source takes a third of the time to parse a command
+@functools.cache  # --resume and --fork parse twice
 def comments_of(cls):
     """{name: (title, help)} of the fields that stand in a class itself, from its source, if that can be had."""
     own = inspect.get_annotations(cls)

@@ -353,7 +353,7 @@ def join_transcripts(agents, rollouts, critic, reads, writes):
     """The transcripts of a team as one text for each of B episodes. Returns a JointTranscripts.
 
     In each turn stands what the agents that act read, an end token, and what they write, by the formats `reads` and
-    `writes` of an agent's number and its text. Raises UserError where the critic has no room for it.
+    `writes` of an agent's number and its text. Raises SharedError, in all processes, where the critic has no room.
     """
     tokenizer = critic.critic.tokenizer
     encode_text = lambda text: tokenizer(readable(text), add_special_tokens=False).input_ids  # noqa: E731
@@ -376,8 +376,8 @@ def join_transcripts(agents, rollouts, critic, reads, writes):
     # What stands before a row's last mark is read, and nothing behind it. All processes end together
     longest = distributed.max(torch.tensor([row.turns.index(max(row.turns)) for row in rows if row.turns]))
     if room and longest > room:
-        many = f"what the team reads and writes has {longest} tokens: it takes fewer agents or turns, or a larger one"
-        raise SharedError(f"the critic has {room} positions, and {many}")
+        many = f"what the team reads and writes has {longest} tokens before its last answers"
+        raise SharedError(f"the critic has {room} positions, and {many}: take fewer agents or turns, or a larger one")
     padded = pad_right(rows, critic.critic)
     ids = padded["ids"] * padded["attention_mask"]  # 0 for padding: its token may be one that the critic does not know
     return JointTranscripts(ids, padded["attention_mask"], padded["turns"])

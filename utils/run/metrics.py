@@ -83,8 +83,9 @@ def count_turns(rollout):
 def agent_metrics(metrics, critic_metrics=None):
     """The metrics of N agents, dicts, and of a critic of the team: agent_<i>/<name>, critic/<name>, and means."""
     named = {}
+    acting = [each for each in metrics if float(each.get("reference_logprob", 1.0))]  # 0: nothing sampled
     for name in OF_TEAM:
-        own = [float(each[name]) for each in metrics if float(each.get("reference_logprob", 0.0))]  # 0: nothing sampled
+        own = [float(each[name]) for each in acting if name in each]
         if own:
             named[name] = sum(own) / len(own)
     for i, each in enumerate(metrics):
