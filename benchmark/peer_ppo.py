@@ -90,7 +90,8 @@ class AgileRL(Peer):
         batch, mini_batch = flags.rollout_buffer_size, flags.mini_batch_size
         config = dict(batch_size=batch, mini_batch_size=mini_batch, micro_batch_size_per_gpu=mini_batch)
         config |= dict(update_epochs=EPOCHS, lr_actor=rate, lr_critic=rate, temperature=1.0, top_p=1.0, top_k=0)
-        config |= dict(max_output_tokens=8, max_model_len=512, hf_generate_chunk_size=batch, seed=flags.seed)
+        config |= dict(max_output_tokens=flags.max_new_tokens, max_model_len=512)
+        config |= dict(hf_generate_chunk_size=batch, seed=flags.seed)
         config |= dict(use_liger_loss=False, gradient_checkpointing=False)  # for GPUs, both
         self.args = config | vars(flags)
         pad = dict(pad_token_id=self.tokenizer.pad_token_id, pad_token=self.tokenizer.pad_token)
@@ -220,7 +221,7 @@ def main():
     parser.add_argument("--env", choices=["guess"], help="what agilerl is trained on")
     parser.add_argument("--task", help="what trl is trained on, of one turn; none: code")
     parser.add_argument("--dataset", help="of a task that makes several, such as reasoning")
-    parser.add_argument("--max-new-tokens", type=int, default=48, help="of trl; agilerl's are 8")
+    parser.add_argument("--max-new-tokens", type=int, help="none: 8 of agilerl's answers, 48 of trl's")
     parser.add_argument("--rollout-buffer-size", type=int, default=64, help="samples between two updates")
     parser.add_argument("--mini-batch-size", type=int, default=16, help="samples of an optimiser step")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in --output-dir")
@@ -234,8 +235,11 @@ def main():
         parser.error("agilerl plays --env guess, and trl is trained on a --task")
     if flags.train_size < flags.rollout_buffer_size:
         parser.error(f"--train-size takes at least the samples of an update, {flags.rollout_buffer_size}")
-    if flags.rollout_buffer_size % flags.mini_batch_size:
+    if flags.dataset and not flags.task:
+        parser.error("--dataset is of a --task")
+    if flags.mini_batch_size < 1 or flags.rollout_buffer_size % flags.mini_batch_size:
         parser.error("--rollout-buffer-size takes a multiple of --mini-batch-size")
+    flags.max_new_tokens = flags.max_new_tokens or {"agilerl": 8, "trl": 48}[flags.system]
     flags.learning_rate = flags.learning_rate or {"agilerl": 3e-3, "trl": 5e-4}[flags.system]
     flags.model = locate(flags.model)
     run = PeerRun("peer_ppo", flags)

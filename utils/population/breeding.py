@@ -296,10 +296,10 @@ def gpus_of(at_a_time):
 
 def check_gpus(gpus):
     """Raise UserError for GPUs of a member that Ray would wait for without end, or does not take."""
-    there = ray.cluster_resources().get("GPU", 0)
-    if gpus > there or gpus > 1 and gpus % 1:
+    num_gpus = ray.cluster_resources().get("GPU", 0)
+    if gpus > num_gpus or gpus > 1 and gpus % 1:
         raise UserError(
-            f"--gpus takes a part of one, or a whole number up to the {there:g} that there are, got {gpus:g}"
+            f"--gpus takes a part of one, or a whole number up to the {num_gpus:g} that there are, got {gpus:g}"
         )
 
 
