@@ -335,9 +335,10 @@ def test_a_game_may_be_over_and_cut_at_once(tmp_path, small):
 
 
 def test_the_length_of_prompts_is_no_matter_of_games(tmp_path, small):
-    args = ppo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"), lora_rank=2, max_prompt_length=9)
-    with pytest.raises(UserError, match="^--max-prompt-length has no effect in a game"):
-        ppo_llm.main(args, task=Game, **small)
+    for name, value, words in (("max_prompt_length", 9, ""), ("long_prompts", "truncate", " truncate")):
+        args = ppo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"), lora_rank=2, **{name: value})
+        with pytest.raises(UserError, match=f"^--{name.replace('_', '-')}{words} has no effect in a game"):
+            ppo_llm.main(args, task=Game, **small)
 
 
 def test_rows_of_which_some_have_no_prompt_are_refused(small):

@@ -62,6 +62,32 @@ def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
+def test_brackets_in_a_path_are_no_pattern(tmp_path, monkeypatch):
+    for name in ("rows[1]", "rows1"):
+        write(tmp_path / f"{name}.jsonl", lines([{"prompt": name}]))
+        write(tmp_path / name / "train.jsonl", lines([{"prompt": name}]))
+    assert rows_of(tmp_path / "rows[1].jsonl") == rows_of(tmp_path / "rows[1]/train.jsonl") == [{"prompt": "rows[1]"}]
+    with pytest.raises(UserError, match="in a folder's path for a pattern"):
+        rows_of(tmp_path / "rows[1]")
+    monkeypatch.chdir(tmp_path / "rows[1]")
+    assert rows_of("train.jsonl") == [{"prompt": "rows[1]"}]
+
+
+def test_a_file_that_a_readme_names_is_read_as_it_is_now(tmp_path):
+    write(tmp_path / "data/README.md", "---\nconfigs:\n- config_name: default\n  data_files: train.jsonl\n---\n")
+    for text in ("old", "newer"):
+        write(tmp_path / "data/train.jsonl", lines([{"prompt": text}]))
+        assert rows_of(tmp_path / "data") == [{"prompt": text}]
+
+
+def test_a_field_of_json_that_a_readme_names_is_read(tmp_path):
+    names = "config_name: default\n  data_files: x.json\n  field: data"
+    write(tmp_path / "data/README.md", f"---\nconfigs:\n- {names}\n---\n")
+    rows = [{"prompt": "a", "n": 1.5}, {"prompt": "b", "n": 2.0}]
+    write(tmp_path / "data/x.json", json.dumps({"version": "2", "data": rows}))
+    assert rows_of(tmp_path / "data") == rows
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_in_files_stays_text(text, suffix, tmp_path):

@@ -437,6 +437,8 @@ def test_the_critics_tokenizer_is_read_where_its_model_is(tmp_path, tokenizer):
     assert loading.load_critic_tokenizer(None, str(tmp_path / "critic"), args).get_vocab() == tokenizer.get_vocab()
     with pytest.raises(UserError, match="^--model-config subfolder takes a text, got 1$"):
         load(model=(str(tmp_path / "critic"),), model_config={"subfolder": 1})
+    with pytest.raises(UserError, match="^--model-config revision takes a text, got 1.0$"):
+        load(model=(str(tmp_path / "critic"),), model_config={"revision": 1.0})
 
 
 def test_a_model_without_gradient_checkpointing_is_one_line():

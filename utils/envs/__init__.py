@@ -26,6 +26,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -142,7 +143,7 @@ def find(env, label):
         names = ("make", "Env")  # a script has a TeamEnv of its own, for tasks
         names += () if hasattr(env, "Env") or hasattr(env, "make") else ("TeamEnv",)
     elif env.endswith(".py"):
-        if not Path(env).is_file():
+        if not os.path.isfile(env):
             raise UserError(f"{label}: there is no such file")
         with blame(label, "it can't be loaded"):
             module = import_file(env, "env_file")

@@ -1,6 +1,7 @@
 """GGUF files in: found and checked, and their tokenizers; transformers reads configuration and weights."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
@@ -44,9 +45,9 @@ def find(path, flag):
     Raises UserError for a folder that holds several.
     """
     path = Path(path)
-    if path.is_file():
+    if os.path.isfile(path):  # False too for what may not be read, or can be no name
         return path
-    if not path.is_dir() or (path / "config.json").exists():
+    if not os.path.isdir(path) or os.path.exists(path / "config.json"):
         return None
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:

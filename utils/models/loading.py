@@ -25,7 +25,7 @@ from utils.models import causal_lm, gguf
 def locate(name):
     """A model's folder, seen from here or from the scripts' own folder; or the hub name, as it is."""
     beside = Path(__file__).resolve().parents[2] / name
-    return str(beside) if not Path(name).exists() and beside.exists() else name
+    return str(beside) if not os.path.exists(name) and os.path.exists(beside) else name
 
 
 def source(name, flag):
@@ -72,18 +72,20 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
     if name == UNNAMED:
         raise UserError(f"{flag}: the run's model was loaded in Python, and has no name: it is to be given (model=)")
     settings = settings or {}
-    if not isinstance(settings.get("subfolder", ""), str):
-        raise UserError(f"{settings_flag} subfolder takes a text, got {settings['subfolder']!r}")
+    for key in ("revision", "subfolder", "cache_dir", "variant"):
+        if not isinstance(settings.get(key, ""), str):
+            raise UserError(f"{settings_flag} {key} takes a text, got {settings[key]!r}")
     name = locate(name)
     file = gguf.find(name, flag)
     if file is not None:
         gguf.check(file, flag)
         if "quantization_config" in settings:
             raise UserError(f"{settings_flag} quantization_config: a GGUF takes none, as its weights are dequantised")
-    elif Path(name).exists():
-        if (Path(name) / settings.get("subfolder", "") / "adapter_config.json").is_file():
+    elif os.path.exists(name):
+        folder = Path(name, settings.get("subfolder", ""))
+        if os.path.isfile(folder / "adapter_config.json"):
             raise UserError(f"{flag} {name} {WITHOUT_ADAPTERS}")
-        if not (Path(name) / settings.get("subfolder", "") / "config.json").is_file():
+        if not os.path.isfile(folder / "config.json"):
             raise UserError(f"{flag} takes a model's folder or a hub name, and {name} has no config.json")
     elif name.endswith(".gguf"):
         raise UserError(f"{flag}: there is no file {name}")
@@ -92,7 +94,8 @@ def check_model(name, flag, trust_remote_code, settings=None, settings_flag=None
     else:
         try:
             options = {key: settings[key] for key in ("cache_dir", "revision") if key in settings}
-            is_here = isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json", **options), str)
+            config = os.path.join(settings.get("subfolder", ""), "config.json")
+            is_here = isinstance(huggingface_hub.try_to_load_from_cache(name, config, **options), str)
             if not (is_here or settings.get("local_files_only")):
                 huggingface_hub.HfApi().model_info(name, timeout=10)
         except Exception as error:
@@ -340,6 +343,9 @@ def check_models(names_flag, settings_flag, args, model=None, quantized=False, n
         check_given(model)
     if model is not None and settings:
         raise UserError(f"{flag_name(settings_flag)} has no effect on a model that is loaded")
+    wanted = args.attn_implementation
+    if model is not None and wanted not in (type(args)().attn_implementation, model.config._attn_implementation):
+        raise UserError(f"--attn-implementation {wanted} has no effect on a model that is loaded: load it with that")
     configs = []
     names = name_of(args, model) if names_flag == "model" else getattr(args, names_flag)
     for name in per_agent(flag_name(names_flag), names, num_agents or num_learners(args)):

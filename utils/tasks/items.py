@@ -2,6 +2,8 @@
 
 import contextlib
 import csv
+import glob
+import hashlib
 import json
 import math
 import os
@@ -160,24 +162,25 @@ def check_items(task, name, items, source):
 def load_splits(name):
     """The splits of a hub dataset, a folder or a file: rows by the split's name. Raises UserError."""
     file_format = format_of(name)
-    if file_format and not Path(name).is_file():
+    if file_format and not os.path.isfile(name):  # False too for what may not be read, or can be no name
         raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no file {name}")
-    folder = name if Path(name).exists() or ":" not in name else name.rpartition(":")[0]
-    if (folder[:1] in (".", "~", "/") or folder.endswith("/")) and not Path(folder).exists():
+    folder = name if os.path.exists(name) or ":" not in name else name.rpartition(":")[0]
+    if (folder[:1] in (".", "~", "/") or folder.endswith("/")) and not os.path.exists(folder):
         raise UserError(f"--dataset takes a hub dataset's name, a folder or a file, and there is no folder {folder}")
-    if Path(name).is_file() and not file_format:
+    if os.path.isfile(name) and not file_format:
         raise UserError(f"--dataset takes a file of the formats {' '.join(FORMATS)}, got {name}")
     place, colon, configuration = name.rpartition(":")
     try:
         with quiet():
             if file_format:
                 options = {"sep": "\t"} if file_format == "tsv" else {}
-                return read_splits("csv" if options else file_format, data_files=name, **options)
-            if Path(name, "state.json").is_file():
+                path = glob.escape(os.path.abspath(name))  # else [1] in it would be a pattern
+                return read_splits("csv" if options else file_format, data_files=path, **options)
+            if os.path.isfile(os.path.join(name, "state.json")):
                 return {"train": datasets.load_from_disk(name)}
-            if colon and not Path(name).exists():
+            if colon and not os.path.exists(name):
                 return read_splits(place, configuration)
-            return read_splits(str(Path(name).resolve()) if Path(name).exists() else name)
+            return read_splits(str(Path(name).resolve()) if os.path.exists(name) else name)
     except Exception as error:
         cause = error.__cause__ or error  # where a row can't be read, the error itself does not say why
         reason = "it has no rows" if isinstance(cause, StopIteration) else f"{type(cause).__name__}: {one_line(cause)}"
@@ -211,6 +214,11 @@ def read_splits(*place, **options):
     All columns of CSV files are text. Of JSON no text is read as a date, and no whole number as a float. A line of a
     .txt file, but an empty one, is a prompt.
     """
+    folder = os.path.abspath(place[0])
+    if "data_files" not in options and os.path.isdir(folder):
+        if glob.escape(folder) != folder:
+            raise ValueError("datasets takes *, ? and [ in a folder's path for a pattern, and would read another one")
+        options["cache_dir"] = cache_of(folder)
     builder = datasets.load_dataset_builder(*place, **options)
     files = builder.config.data_files
     if isinstance(builder, Csv) and builder.config.features is None:
@@ -225,12 +233,25 @@ def read_splits(*place, **options):
     if isinstance(builder, Json):
         check_utf8([path for paths in files.values() for path in paths])
     splits = datasets.load_dataset(*place, **options)
-    if isinstance(builder, Json) and any(is_guessed(rows.features) for rows in splits.values()):
+    is_flat = isinstance(builder, Json) and builder.config.field is None
+    if is_flat and any(is_guessed(rows.features) for rows in splits.values()):
         return {split: read_json_rows(paths) for split, paths in files.items()}
     if isinstance(builder, Text):
         lines = {split: [line for line in rows["text"] if line.strip()] for split, rows in splits.items()}
         return {split: [{"text": line, "prompt": line} for line in own] for split, own in lines.items()}
     return splits
+
+
+def cache_of(folder):
+    """Where datasets keeps the rows of a folder as it is now: it does not see that files which README.md names changed.
+
+    None: in its usual cache.
+    """
+    if not os.path.isfile(os.path.join(folder, "README.md")):
+        return None
+    stats = [(str(path), path.stat()) for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    state = repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+    return os.path.join(datasets.config.HF_DATASETS_CACHE, hashlib.sha256(state.encode()).hexdigest()[:16])
 
 
 def check_lengths(paths, separator):
@@ -313,8 +334,9 @@ def fit_prompts(task, initials, args, least, train_items, eval_items):
 
     Raises UserError where fewer than `least` are left to train on.
     """
-    if args.max_prompt_length and not hasattr(task.given, "formatters"):
-        raise UserError("--max-prompt-length has no effect in a game, or an environment")
+    if not hasattr(task.given, "formatters") and (args.max_prompt_length or args.long_prompts == "truncate"):
+        flag = "--max-prompt-length" if args.max_prompt_length else "--long-prompts truncate"
+        raise UserError(f"{flag} has no effect in a game, or an environment")
     limits = [prompt_limit(initial, args) for initial in initials]
     if args.long_prompts == "truncate" and min(limits) == UNLIMITED:
         raise UserError("--long-prompts truncate takes --max-prompt-length: the model has room for any prompt")

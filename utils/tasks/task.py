@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -333,7 +334,7 @@ def load_file(path):
     """The module in a task's file. Raises UserError."""
     if not path.endswith(".py"):
         raise UserError(f"--task takes {', '.join(BUILT_IN)} or a FILE.py, got {path}")
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise UserError(f"--task takes {', '.join(BUILT_IN)} or a FILE.py, and there is no file {path}")
     try:
         return envs.import_file(path, "task_file")
