@@ -56,6 +56,7 @@ def test_a_runs_folder_is_its_agents_as_they_were(case, tmp_path):
     learned = train(tmp_path / "run", script, **flags)
     agents, args = load(tmp_path / "run", script)
     assert same(agents, learned) and args.max_new_tokens == 2
+    assert [getattr(each, "state", None) for each in agents] == [getattr(each, "state", None) for each in learned]
 
 
 def test_a_stage_is_loaded_without_the_one_before(tmp_path):

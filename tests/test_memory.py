@@ -14,7 +14,7 @@ import maac_llm
 import magrpo_llm
 import ppo_llm
 from utils.cli import UserError, parse
-from utils.run import Run
+from utils.run import Run, failures
 from utils.run.failures import is_out_of_memory
 
 SCRIPTS = {"ippo": ippo_llm, "iac": iac_llm, "maac": maac_llm, "magrpo": magrpo_llm, "ppo": ppo_llm}
@@ -91,6 +91,12 @@ def test_half_of_what_the_flag_was_takes_less_until_it_is_one(monkeypatch):
     for size, what in ((3, ": --micro-batch-size 1 takes less"), (1, ", with --micro-batch-size 1")):
         with pytest.raises(UserError, match=f"^out of memory in learning{what}$"):
             train("ippo", overwrite=True, micro_batch_size=size)
+
+
+def test_each_of_four_processes_has_a_fourth_of_a_mini_batch(monkeypatch):
+    monkeypatch.setattr(failures.distributed, "world_size", lambda: 4)
+    error = failures.explain(torch.OutOfMemoryError(), SCRIPTS["ippo"].Args(), ["learn"], None)
+    assert str(error) == "out of memory in learning: --micro-batch-size 2 takes less"
 
 
 def test_an_evaluation_takes_less_by_the_flag_of_sampling(monkeypatch):

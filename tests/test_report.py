@@ -51,3 +51,18 @@ def test_a_game_is_shown_with_what_was_read():
 def test_a_title_is_no_formula(tmp_path):
     draw_curves([{"global_step": 4, "reward_mean": 1.0}], tmp_path / "curves.png", "costs $5 and $x^{")
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_a_critic_of_the_team_is_drawn_and_an_update_without_a_length_is_a_gap(tmp_path, monkeypatch):
+    panels = {}
+
+    def keep(figure, *_, **__):
+        panels.update({axis.get_title(loc="left"): len(axis.lines) for axis in figure.axes})
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", keep)
+    rows = [
+        {"global_step": k, "reward_mean": 0.0, "agent_0/policy_loss": 0.1, "critic/value_loss": 1.0} for k in (4, 8)
+    ]
+    rows[0]["agent_0/response_length"] = 3.0
+    draw_curves(rows, tmp_path / "curves.png", "a run")
+    assert panels["value loss"] == panels["response length (tokens)"] == 2  # pale, and smooth

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from utils import distributed, models
 from utils.cli import UserError, flags_of
+from utils.files import STATE, read_json
 from utils.models.lora import SHORT_FORM, read_config
 from utils.models.weights import load_agents
 from utils.run.checkpoint import newest_whole
@@ -27,6 +28,9 @@ def load(folder, script, model=None, tokenizer=None, num_updates=1, **flags):
     """
     agents, args, checkpoint, _ = begin(folder, script, model, tokenizer, num_updates, **flags)
     load_agents(checkpoint, agents)
+    for agent, state in zip(agents, read_json(checkpoint / STATE)["agents"]):
+        if state is not None:
+            agent.state = state
     return agents, args
 
 

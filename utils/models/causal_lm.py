@@ -399,6 +399,7 @@ class Step:
             return forward(self.model, self.input_ids, self.attention_mask, self.cache, **options)
 
         if self.graph is None and self.output is not None and input_ids.device.type == "cuda":
+            self.weights = [*self.model.parameters()]  # which it reads: a save may put others in their place
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self.output = compute()

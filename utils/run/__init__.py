@@ -393,7 +393,8 @@ class Run:
         self.saving_seconds = self.saved_at - start
 
     def on_signal(self):
-        if "play" in clock.phases or "evaluate" in clock.phases:  # no weights are half changed
+        is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()  # which takes no copies
+        if not is_capturing and ("play" in clock.phases or "evaluate" in clock.phases):  # no weights are half changed
             with contextlib.suppress(WriteError):  # else the task's code would meet it; `log` saves again
                 self.save_early()
 

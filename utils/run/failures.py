@@ -39,7 +39,8 @@ def out_of_memory(args, phases, how_to_go_on):
     if "learn" in phases:
         what = "out of memory in learning"
         name = "micro_batch_size"
-        size = min(args.micro_batch_size, getattr(args, "mini_batch_size", episodes), episodes)
+        mini_batch = getattr(args, "mini_batch_size", args.rollout_buffer_size) // distributed.world_size()
+        size = min(args.micro_batch_size, mini_batch, episodes)
     elif "play" in phases or "evaluate" in phases:
         what = f"out of memory in {'playing' if 'play' in phases else 'evaluation'}"
         if getattr(args, "use_vllm", False):

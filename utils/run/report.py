@@ -1,5 +1,6 @@
 """What a run shows: its curves, its last samples side by side, and where the time went."""
 
+import math
 import re
 import shutil
 import textwrap
@@ -38,8 +39,12 @@ def draw_curves(rows, path, title, optimum=None):
         return axis
 
     def per_agent(metric):  # nothing of a metric that an algorithm does not have
-        lines = [(agent.replace("_", " "), [row.get(f"{agent}/{metric}") for row in rows]) for agent in agents]
-        return [line for line in lines if None not in line[1]]
+        lines = []
+        for agent in (*agents, "critic"):  # a team's critic is nobody's
+            values = [row.get(f"{agent}/{metric}") for row in rows]
+            if values.count(None) < len(values):
+                lines.append((agent.replace("_", " "), [math.nan if x is None else x for x in values]))
+        return lines
 
     rewards = [("training", [row["reward_mean"] for row in rows])]
     rewards += [(agent.replace("_", " "), values) for agent, values in own_rewards(rows).items()]
