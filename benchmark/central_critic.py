@@ -25,7 +25,6 @@ from utils import plot
 from utils.benchmark import Failed, Job, check_seeds, finished, run_jobs
 from utils.cli import UserError, command_line, flags
 from utils.files import read_rows, writing
-from utils.run.report import smooth
 from utils.tasks import build
 
 HERE = Path(__file__).resolve().parent
@@ -173,7 +172,7 @@ def draw(curves, path):
             if not runs:
                 continue
             length = min(len(run.steps) for run in runs)
-            rewards = np.array([smooth(run.rewards[:length]) for run in runs]) / best_reward(setting)
+            rewards = np.array([run.rewards[:length] for run in runs]) / best_reward(setting)
             steps = runs[0].steps[:length]
             axis.plot(steps, rewards.mean(0), color=color, label=method)
             axis.fill_between(steps, rewards.min(0), rewards.max(0), color=color, alpha=0.15, linewidth=0)

@@ -14,6 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from utils.files import disk_errors
+
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -52,10 +54,11 @@ def main():
     ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, **ends, max_position_embeddings=2048, tie_word_embeddings=True))
     try:
-        model.save_pretrained(flags.folder)
-        make_tokenizer().save_pretrained(flags.folder)
+        with disk_errors():
+            model.save_pretrained(flags.folder)
+            make_tokenizer().save_pretrained(flags.folder)
     except OSError as error:
-        parser.error(f"{flags.folder} can't be written: {error.strerror}")
+        parser.error(f"{flags.folder} can't be written: {error}")
     print(f"wrote {flags.folder}: {sum(x.numel() for x in model.parameters()) / 1e6:.1f} million parameters")
 
 

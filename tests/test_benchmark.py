@@ -180,6 +180,17 @@ def test_second_signal_ends_at_once(script, tmp_path):
     assert time.time() - start < 30 and jobs[0].process.returncode == -signal.SIGKILL
 
 
+def test_the_processes_of_a_launcher_are_killed_with_it():
+    launcher = (
+        "import subprocess as s; print(s.Popen(['sleep', '60'], start_new_session=True).pid, flush=True); input()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = Path(f"/proc/{int(process.stdout.readline())}/status")
+    benchmark.kill(process)
+    assert process.wait() == -signal.SIGKILL
+    wait(lambda: not child.exists() or "State:\tZ" in child.read_text())
+
+
 def wait(condition, seconds=60):
     end = time.time() + seconds
     while not condition():

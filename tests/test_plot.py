@@ -318,6 +318,21 @@ def test_a_run_that_cannot_be_read_is_named(name, tmp_path):
     assert message in str(error.value)
 
 
+def test_runs_that_python_began_are_told_apart_by_their_scripts(tmp_path):
+    for seed, script in enumerate(["ippo_llm", "iac_llm"]):
+        folder = make_run(tmp_path / f"x/{seed}", seed)
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"script": f"/copies/{script}.py", "command": ["ipykernel_launcher.py"]}
+        (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="differ in more than the seed: script ippo_llm.py and iac_llm.py$"):
+        plot.load([f"{tmp_path}/x/*"])
+
+
+def test_the_folder_of_a_game_may_have_a_colon(tmp_path):
+    make_run(tmp_path / "a/ppo_llm__open_spiel:kuhn_poker__1", 1)
+    assert list(plot.load([f"{tmp_path}/a/*:kuhn*"])) == [("a", "tldr")]
+
+
 def test_runs_that_are_not_seeds_of_one_command_are_named(tmp_path):
     bad(tmp_path, gamma=0.9, kl_coef=1.0)
     with pytest.raises(UserError, match="x, tldr: .*x/1 and .*x/3 differ in more than the seed: --gamma 1.0 and 0.9$"):

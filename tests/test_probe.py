@@ -149,6 +149,12 @@ def test_a_file_to_write_is_looked_at_before_anything_is_played(flag, tmp_path):
         probe.main(parse(probe.Args, ["--command", "python ippo_llm.py", flag, str(tmp_path)]))
 
 
+@pytest.mark.parametrize("name", ["copy-1", "roles-1", "differ-1", "ending-1"])
+def test_a_game_in_which_nothing_can_be_learned_is_refused(name):
+    with pytest.raises(UserError, match=f"^--probes {name}: whatever is said earns the most"):
+        probe.probe_of(name, {"--num-agents": "INT", "--num-turns": "INT", "--max-new-tokens": "INT"})
+
+
 @pytest.mark.parametrize(
     "script", ["ppo_llm", *(pytest.param(script, marks=pytest.mark.slow) for script in ("ippo_llm", "iac_llm"))]
 )

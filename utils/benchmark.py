@@ -190,7 +190,7 @@ def run_jobs(jobs, output_dir, workers=1, threads=1):
             time.sleep(0.2)
             if passed_on < len(signals):
                 for job in active:
-                    job.process.kill() if passed_on else job.process.terminate()
+                    kill(job.process) if passed_on else job.process.terminate()
                 passed_on += 1
             for job in active[:]:
                 lines[job.slot].set_description_str(f"{job.name}  {last_line(f'{output_dir / job.name}.log')}")
@@ -212,6 +212,16 @@ def run_jobs(jobs, output_dir, workers=1, threads=1):
     if signals:
         raise Stopped("the runs under way are saved; the same command goes on with them", signals[0][1])
     return failed
+
+
+def kill(process):
+    """End a run at once, and torchrun's processes, which it starts in sessions of their own."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    numbers = children.read_text().split() if children.exists() else []
+    process.kill()
+    for number in numbers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(number), signal.SIGKILL)
 
 
 def start(job, output_dir, threads):

@@ -72,7 +72,8 @@ def load(runs):
     groups = {}
     for text in runs:
         label, colon, pattern = text.partition(":")
-        label, pattern = (one_line(label), pattern) if colon else ("", text)
+        has_label = colon and not glob.glob(text)  # the folder of a game's run may have a colon in its name
+        label, pattern = (one_line(label), pattern) if has_label else ("", text)
         folders = sorted(path for path in map(Path, glob.glob(pattern)) if path.is_dir())
         if not folders:
             raise UserError(f"--runs: no folder is named {pattern}")
@@ -97,7 +98,8 @@ def read(folder):
         rows = read_metrics(folder)
         if (folder / "times.csv").is_file():  # where the columns of time are kept apart
             rows = [row | times for row, times in zip(rows, read_metrics(folder, "times.csv"), strict=True)]
-        values = {"script": Path(config["command"][0]).name}
+        values = {"script": Path(config.get("script") or config["command"][0]).name}  # an earlier version has no script
+        values |= {"task": config["task"]} if "task" in config else {}
         values |= {flag_name(name): value for name, value in args.items()}
         seed = args["seed"]
         seconds = [sum(value for name, value in row.items() if name.startswith("time/")) for row in rows]

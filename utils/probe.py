@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from utils import benchmark
 from utils.cli import UserError, command_line, flags
 from utils.envs import probe as truncation
-from utils.files import write_whole, writing
+from utils.files import disk_errors, put, write_whole, writing
 from utils.make_tiny_lm import ASSISTANT, CHAT_TEMPLATE, END, PAD, SYSTEM, USER
 from utils.run.report import COLORS
 from utils.tasks import probe as games
@@ -134,6 +134,8 @@ def probe_of(name, known_flags):
         scores = [games.score(game, choose) for choose in (games.mean, max)]
     if name.startswith("critic-"):
         scores = [0.0, 1.0]
+    if scores[0] == scores[1]:
+        raise UserError(f"--probes {name}: whatever is said earns the most, so that there is nothing to learn")
     for key, value in values.items():
         if FLAGS[key] in known_flags:
             words += [FLAGS[key], str(value)]
@@ -210,8 +212,9 @@ def play(probes, words, args, folder):
     """Play the probes with each seed, in runs below a folder, and fill in what came of it. Raises UserError."""
     model = folder / "model"
     if not model.exists():
-        with writing(folder):
-            make_model(model)
+        with writing(folder), disk_errors():
+            make_model(folder / "model.writing")
+            put(folder / "model.writing", model)
     jobs = {}
     for probe in probes:
         for seed in args.seeds:
