@@ -70,7 +70,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     lora_rank: NonNegativeInt = 16  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     use_separate_reference_adapter: bool = True  # the reference is a copy, which can be updated; else the initial model
     # every so many updates the actor is copied to the reference; 0: never
-    reference_update_interval: NonNegativeInt = needs("use_separate_reference_adapter", default=0)
+    reference_update_interval: NonNegativeInt = needs("use_separate_reference_adapter", "kl_loss_coef", default=0)
     num_train_epochs: PositiveInt = 3  # passes over the training set
     max_episodes: PositiveInt | None = None  # stop after the update that reaches this many, all processes together
     eval_interval: NonNegativeInt = 25  # updates between evaluations, also after the first and last; 0: none

@@ -9,7 +9,7 @@ import pytest
 import torch
 from short_runs import FLAGS, make_task, reward_length, small_model
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import ippo_llm
@@ -469,3 +469,13 @@ def test_a_folder_that_declares_an_ordinary_word_special_says_so(request, tmp_pa
     (read, _) = [initial.tokenizer for initial in models.load(args)]
     hides = read.decode(read("5. 6.", add_special_tokens=False).input_ids, skip_special_tokens=True) == "5 6"
     assert capsys.readouterr().out.count("declares '.' special, so that answers as text lack it") == hides == 1
+
+
+def test_answers_are_as_they_were_written():
+    vocabulary = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -1.0), *((letter, -2.0) for letter in "abx=.'")]
+    tokenizer = Tokenizer(Unigram(vocabulary, unk_id=0))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=True)
+    agent = SimpleNamespace(tokenizer=fast, end_ids=torch.tensor([1]))
+    ids = fast("x = ' ' a . b").input_ids
+    assert decode([ids], agent, SimpleNamespace(skip_special_tokens=True)) == ["x = ' ' a . b"]

@@ -77,6 +77,11 @@ def max_length(config, args):
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
+def wanted_length(config, args):
+    """What an engine is told of that: None, its own limit, without --max-model-len."""
+    return max_length(config, args) if args.max_model_len else None
+
+
 @functools.cache
 def load_vllm():
     """The package, whose engines are to be in this process, with weights that can be replaced. Raises UserError."""
@@ -103,7 +108,7 @@ def hand_over(agent, agents, args):
     actor = agent.actor
     if actor.adapter is None:
         longest = args.max_prompt_length and args.num_turns == 1 and args.max_prompt_length + args.max_new_tokens
-        agent.engine = find_engine(actor.model, args, longest or None)
+        agent.engine = find_engine(actor.model, args, longest or wanted_length(actor.config, args))
         agent.engine.owner = None  # whatever it has is old
         return
     same_base = [each for each in agents if each.actor.model is actor.model]
@@ -132,7 +137,7 @@ def get_adapter_engine(model, args, num_adapters):
         if getattr(config, name):
             raise UserError(f"--use-vllm takes no adapters with {name}, which vLLM does not have")
     rank = max([config.r, *config.rank_pattern.values()])
-    return find_engine(base, args, args.max_model_len, rank, num_adapters)
+    return find_engine(base, args, wanted_length(base.config, args), rank, num_adapters)
 
 
 def find_engine(model, args, longest=None, rank=None, num_adapters=0):

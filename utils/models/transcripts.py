@@ -227,7 +227,8 @@ def decode(answers, agent, args):
     """Sampled answers, lists of ids, as texts: without the end token, and by the flag without special tokens."""
     ends = {*agent.end_ids.tolist()}  # of which not all need be special
     answers = [answer[:-1] if answer and answer[-1] in ends else answer for answer in answers]
-    return agent.tokenizer.batch_decode(answers, skip_special_tokens=args.skip_special_tokens)
+    options = {"skip_special_tokens": args.skip_special_tokens, "clean_up_tokenization_spaces": False}  # as written
+    return agent.tokenizer.batch_decode(answers, **options)
 
 
 # --- Rows of tensors --------------------------------------------------------------------------------------------------

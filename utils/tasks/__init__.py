@@ -8,8 +8,9 @@ A task is a module (or any object) with
         template; it gets, if it names it, `agent` (the agent's number, from 0) and `num_agents`; it may be left out:
         then the agents read the item's "prompt"
     reward_func(*completions): N lists of B strings -> B floats (one joint reward each), or N lists of B floats (one
-        list for each agent); it gets, if it names them, `items` (B items), `prompts` (N lists of B strings), `turn`
-        (from 0), `num_turns` and `turns` (N lists of B lists: all completions of an episode so far)
+        list for each agent); it gets, if it names them, `items` (B items), `prompts` (N lists of B prompts as the task
+        gave them: texts or chats), `turn` (from 0), `num_turns` and `turns` (N lists of B lists: all completions of an
+        episode so far)
     or, for questions with answers, in their place: conversation_template, chat messages in which {question}, or the
         name of another column, stands for the item's; reward_fn(completion, answer, question) -> float, which scores
         the last agent's completion of one item; other columns it gets if it names them

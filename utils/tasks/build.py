@@ -1,7 +1,7 @@
 """N builders fill the cells of a picture together, turn by turn, each with a block of its own kind.
 
 The picture is five of the nine cells of a grid, which are numbered row by row from 1 to 9 and hang together. All read
-which; a builder's lines are numbers, each a cell that gets its block, and any other line is left out. Builder 0 builds
+which; a builder's words are numbers, each a cell that gets its block, and any other word is left out. Builder 0 builds
 first, builder 1 may build over that, and so on; none sees what another builds. A world is worth
 
     2 covered / 5 - 1.5 extra / 4 - same / pairs - 0.25 missing,
@@ -18,8 +18,9 @@ with an empty one; here, which of both is a dataset's name:
 
     python ippo_llm.py --task build --num-turns 4 --max-new-tokens 4 --dataset last-kept
 
-Optimal play is found by search over all worlds; it needs no cell that is not of the picture, for a builder may fill a
-cell again. `iou`, the cells of the picture that are filled among those of both, is a metric.
+Optimal play, of one number in an answer, is found by search over all worlds; several in one may earn more. It needs no
+cell that is not of the picture, for a builder may fill a cell again. `iou`, the cells of the picture that are filled
+among those of both, is a metric.
 """
 
 import functools
@@ -162,7 +163,7 @@ def best_worth(picture, world, num_agents, num_turns, variant):
 
 
 def optimum(num_agents, num_turns, items):
-    """The expected reward of an episode of optimal play, of one line a turn; None where it takes minutes to find."""
+    """The expected reward of an episode of optimal play, of one number a turn; None where it takes minutes to find."""
     if num_agents == 3 and num_turns > 2 and any(item["variant"] != "every-empty" for item in items):
         return None
     values = {}

@@ -68,9 +68,8 @@ def run_tests(jobs, workers=None, seconds=5.0, memory=512, without=()):
     assert counts once, and as passed if it ran and held whenever it ran; the others run on after one failed. A test
     that an error ends between asserts has not passed: its last assert does not count where it might have run again, or
     where all the others passed. `assert False` has to stay unreached, and `assert True` does not count. `workers` jobs
-    run at a time (default: one for each core), for at most `seconds` of wall time and with `memory` MiB of address
-    space each. `without` names layers to do without, as on a kernel that has none: "namespaces", "landlock", "seccomp"
-    (for tests).
+    run at a time (default: num_cores), for at most `seconds` of wall time and with `memory` MiB of address space each.
+    `without` names layers to do without, as on a kernel that has none: "namespaces", "landlock", "seccomp" (for tests).
 
     Warns where a protection is missing. Raises ValueError for a test that does not parse or has no assert,
     RuntimeError where no player can be started, OSError on Windows; nothing for what a program does.
@@ -80,13 +79,19 @@ def run_tests(jobs, workers=None, seconds=5.0, memory=512, without=()):
     missing = missing_protection(tuple(without))
     if missing:
         warnings.warn(f"sandbox: {missing}", stacklevel=2)
-    pool = ThreadPoolExecutor(workers or os.cpu_count())
+    pool = ThreadPoolExecutor(workers or num_cores())
     try:
         run = functools.partial(run_job, seconds=seconds, memory=memory, without=without)
         results = list(pool.map(run, jobs))
     finally:
         pool.shutdown(cancel_futures=True)
     return [Verdict(min(r.get("passed", 0), total), total, r["error"]) for r, total in zip(results, totals)]
+
+
+def num_cores():
+    """The cores that this process may use; of several that torchrun started here, its share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 @functools.cache
