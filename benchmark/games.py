@@ -1,7 +1,7 @@
 """What keeps self-play from going round in circles? Kuhn poker, scored exactly, under kinds of regularisation.
 
-    python -m benchmark.games --workers 2                          about three hours on two cores
-    python -m benchmark.games --only "moving reference"            one rule alone, 25 minutes
+    python -m benchmark.games --workers 2                          four to five hours on two cores
+    python -m benchmark.games --only "moving reference"            one rule alone, 40 minutes
     python -m benchmark.games --size quick --output-dir runs/kuhn  its short form, in two minutes
 
 One agent of 0.18 million parameters, which begins with each legal move as likely as any other (make_game_lm), plays

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy
 import pytest
@@ -121,6 +122,19 @@ def test_a_run_called_random_is_no_random_player(runs, tmp_path, monkeypatch):
     shutil.copytree(runs[0], tmp_path / "random")
     monkeypatch.chdir(tmp_path)
     assert {player for player, *_ in play_league(["random"], matches=2)} == {"random (1)", "random"}
+
+
+def test_a_run_of_ones_own_script_meets_one_of_the_projects(runs, tmp_path, monkeypatch):
+    text = Path(ppo_llm.__file__).read_text()
+    flag = "    lora_rank: NonNegativeInt"
+    assert text.count(flag) == 1
+    (tmp_path / "mine.py").write_text(text.replace(flag, f"    own_flag: float = 1.0  # one more\n{flag}"))
+    mine = shutil.copytree(runs[0], tmp_path / "mine")
+    config = json.loads((mine / "config.json").read_text())
+    config |= {"script": str(tmp_path / "mine.py"), "args": config["args"] | {"own_flag": 2.0}}
+    (mine / "config.json").write_text(json.dumps(config))
+    results = play_league([str(mine), runs[0]], matches=2, script=str(tmp_path / "mine.py"))
+    assert {player for player, *_ in results} == {"mine", "ppo", "random"}
 
 
 def test_what_can_not_play_is_a_line(runs, tmp_path):

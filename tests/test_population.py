@@ -302,6 +302,24 @@ def basic_flags():
     return {"command": "python script.py", "mutate": RANGE, "generation": 3, "output_dir": "out"}
 
 
+def test_who_was_lost_in_the_last_generation_is_listed_last(tmp_path):
+    members = population.Population(population.Args(**(basic_flags() | {"size": 4})), "script.py", {})
+    for k, fitness in enumerate([1.0, None, 3.0, 2.0]):
+        record = {"generation": 1, "member": k, "parent": None, "hyperparameters": {}}
+        members.records[1, k] = record | {"fitness": fitness, "folder": f"{k}"}
+    rows = [line.split(" | ")[0] for line in population.outcome(members).splitlines()[2:6]]
+    assert rows == ["| 2", "| 3", "| 0", "| 1"]
+
+
+def test_a_folder_in_which_a_start_failed_is_taken_by_the_next(tmp_path):
+    (tmp_path / ".lock").touch()
+    args = population.Args(**(basic_flags() | {"output_dir": str(tmp_path)}))
+    members = population.Population(args, "script.py", {})
+    members.open()
+    members.close()
+    assert (tmp_path / "population.json").is_file()
+
+
 @pytest.mark.slow
 def test_where_all_are_lost_it_ends_with_one_line(script, breeding):
     """Mended, it goes on. The first member raised in its first update already."""

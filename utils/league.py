@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from utils import distributed, envs
 from utils.cli import UserError, command_line, flags, one_line, printable
-from utils.enjoy import import_script, read_config
+from utils.enjoy import import_script, is_of_project, read_config
 from utils.envs.exact import seats_of
 from utils.load import load
 from utils.matches import AgentPlayer, RandomPlayer, play_matches
@@ -84,7 +84,8 @@ def load_sides(runs, script=None):
         if (env, num_agents) != first[1:]:
             there = f"{first[0]} of --env {first[1]} --num-agents {first[2]}"
             raise UserError(f"{run} is a run of --env {one_line(env, 80)} --num-agents {num_agents}, and {there}")
-        agents, args = load(run, module := import_script(run, config, script))
+        own = None if is_of_project(Path(str(config.get("script")))) else script
+        agents, args = load(run, module := import_script(run, config, own))
         name = Path(os.path.realpath(run)).name
         name = one_line(run if counts[name] > 1 or name == RANDOM else name, 80)
         if name in [RANDOM, *(side.name for side in sides)]:  # a run of that name, or long names, whose ends are cut

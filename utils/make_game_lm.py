@@ -1,4 +1,4 @@
-"""Make a language model that knows the moves of a game, in about a minute: the player to begin from.
+"""Make a language model that knows the moves of a game, of a small one in two minutes: the player to begin from.
 
     python -m utils.make_game_lm open_spiel:kuhn_poker runs/kuhn_lm
 

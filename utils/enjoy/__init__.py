@@ -76,11 +76,16 @@ def import_script(run, config, script=None):
             raise UserError(f"--script takes a FILE.py, and there is no file {one_line(script, 80)}")
         with envs.blame(f"--script {script}", "it can't be loaded"):
             return envs.import_file(script, Path(script).stem)
-    is_elsewhere = os.path.isfile(own) and own.resolve().parent != ROOT
-    if is_elsewhere or not own.name.endswith("_llm.py") or not (ROOT / own.name).is_file():
+    if not is_of_project(own):
         code = f"the code in {one_line(own.name, 80)}"
         raise UserError(f"{run} takes {code}: add --script FILE.py, if you trust it, and that is run")
     return importlib.import_module(own.stem)
+
+
+def is_of_project(script):
+    """Whether a run's script, a path, is one of the project's."""
+    is_elsewhere = os.path.isfile(script) and script.resolve().parent != ROOT
+    return not is_elsewhere and script.name.endswith("_llm.py") and (ROOT / script.name).is_file()
 
 
 def check_code(run, saved, flags):

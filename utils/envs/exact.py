@@ -7,7 +7,6 @@ a best response would win more; exploitability is NashConv by the number of seat
 the expected return that counts, beside that of the best play.
 """
 
-import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from utils import models
 from utils.cli import UserError
 from utils.envs.open_spiel import text_of
+from utils.models.transcripts import encode_after
 
 MOST_STATES = 20_000  # information states
 MOST_PLANS = 10_000  # of a seat, in the search for the best play
@@ -111,9 +111,12 @@ def answers_of(num_actions, agent, args):
     answers = []
     for k in range(1, num_actions + 1):
         ids, spaced = (agent.tokenizer(text, add_special_tokens=False).input_ids for text in (str(k), f" {k}"))
-        if len(ids) > args.max_new_tokens:
-            raise UserError(f"--max-new-tokens {args.max_new_tokens} is too few to answer {k}, which has {len(ids)}")
-        spellings = [ids, spaced] if spaced != ids and len(spaced) <= args.max_new_tokens else [ids]
+        bare = encode_after("\n", str(k), agent.tokenizer)  # some tokenizers put a space before whatever is first
+        least = min(len(ids), len(bare))
+        if least > args.max_new_tokens:
+            raise UserError(f"--max-new-tokens {args.max_new_tokens} is too few to answer {k}, which has {least}")
+        ways = [ids] + [bare] * (bare != ids) + [spaced] * (spaced not in (ids, bare))
+        spellings = [way for way in ways if len(way) <= args.max_new_tokens]
         answers.append([[*spelling, end][: args.max_new_tokens] for spelling in spellings])
     return answers
 
@@ -203,18 +206,15 @@ def score(game, policy, illegal=(0.0,), with_optimum=True):
     returns = expected_game_score.policy_value(game.new_initial_state(), [policy] * game.num_players())
     returns = [float(value) for value in returns]
     mass = (sum(illegal) / len(illegal), max(illegal), len(policy.state_lookup))
-    if earns_alike(str(game)):
+    if earns_alike(game):
         return Score(None, None, returns, optimum_of(game) if with_optimum else None, *mass)
     nash_conv = float(exploitability.nash_conv(game, policy))
     return Score(nash_conv / game.num_players(), nash_conv, returns, None, *mass)
 
 
-@functools.cache
 def earns_alike(game):
-    """Whether all seats earn the same in every match of a game, a text; OpenSpiel's own word is for some games only."""
-    import pyspiel
-
-    stack = [pyspiel.load_game(game).new_initial_state()]
+    """Whether all seats earn the same in every match of a game; OpenSpiel's own word is for some games only."""
+    stack = [game.new_initial_state()]
     while stack:
         state = stack.pop()
         if state.is_terminal():

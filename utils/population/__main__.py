@@ -86,6 +86,8 @@ def ranges_of(mutate, known):
         flag = flag_name(name)
         if flag not in known:
             raise UserError(f"--mutate {key}: the script has no {flag}")
+        if name in ranges:
+            raise UserError(f"--mutate {key}: {flag} has a range already")
         if known[flag] not in ("INT", "FLOAT"):
             raise UserError(f"--mutate {key}: {flag} is not a number")
         if name in OF_FOLDER | OF_MACHINE:
@@ -195,6 +197,9 @@ def check_metric(args, folder):
     first = read_rows(folder / "metrics.csv")[0]
     if args.metric not in first:
         raise UserError(f"--metric {args.metric} is no column of the runs' metrics.csv: {', '.join(first)}")
+    interval = read_json(folder / "config.json").get("args", {}).get("eval_interval", 0)
+    if args.metric.startswith("eval/") and interval > args.generation:
+        raise UserError(f"--eval-interval {interval} passes over generations, of {args.generation} updates each")
     if args.metric == EVAL_REWARD and first[EVAL_REWARD] is None:
         raise UserError(f"--metric {EVAL_REWARD}: the runs evaluate nothing (--eval-interval 0, or no held-out items)")
 
@@ -204,7 +209,7 @@ def outcome(population):
     names = [*population.ranges]
     lines = [f"| member | fitness | {' | '.join(names)} | line of descent |", "| --- " * (3 + len(names)) + "|"]
     last = [population.records[population.newest(), member] for member in range(population.args.size)]
-    for record in sorted(last, key=lambda record: -math.inf if record["fitness"] is None else -record["fitness"]):
+    for record in sorted(last, key=lambda record: math.inf if record["fitness"] is None else -record["fitness"]):
         line = " ".join(str(each["member"]) for each in reversed(population.ancestors(record)))
         shown = "lost" if record["fitness"] is None else f"{record['fitness']:.4g}"
         values = [str(record["hyperparameters"][name]) for name in names]

@@ -40,7 +40,9 @@ class Population:
     def open(self):
         """Take the folder, and what an earlier start left there. Raises UserError where it is something else's."""
         path = self.folder / "population.json"
-        if self.folder.exists() and not path.is_file() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+        own = {".lock", "population.json.writing"}  # all that a start has left that came no further
+        names = {each.name for each in self.folder.iterdir()} if self.folder.is_dir() else {"a file"}
+        if self.folder.exists() and not path.is_file() and names - own:
             raise UserError(f"--output-dir takes a new folder, or a population's, and {self.folder} is another thing")
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
