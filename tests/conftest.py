@@ -22,7 +22,7 @@ EVERY = {
     "test_a_run_that_crashed_while_it_replaced_another_can_be_replaced_again": 4,
     "test_a_signal_ends_a_run_after_the_update_under_way": 3,
     "test_what_was_done_before_the_update_under_way_is_saved_at_once": 2,
-    "test_each_seat_follows_the_gradient_of_its_own_return": 3,
+    "test_each_seat_follows_the_gradient_of_its_own_return": 5,
     "test_wrong_rewards_are_seen": 2,
     "test_hostile_program_fails_and_leaves_the_others_alone": 5,
     "test_hostile_program_fails_without_some_layers": 3,
@@ -33,7 +33,7 @@ EVERY = {
     "test_a_run_that_an_error_ended_in_an_update_goes_on_to_the_same_bits": 6,
     "test_a_fork_that_was_cut_off_at_a_change_of_files_is_whole_or_made_again": 3,
     "test_every_flag_of_a_size_refuses_a_text_and_a_negative_number": 3,
-    "test_an_architecture": 27,  # 52 of them, whole and with adapters
+    "test_an_architecture": 39,  # 52 of them, whole and with adapters
     "test_two_processes_learn_and_measure_what_one_does": 9,
     "test_two_sharded_processes_go_on_to_the_same_bits": 4,
     "test_a_run_that_is_killed_again_and_again_gives_the_same_bits": 5,  # five scripts
@@ -83,7 +83,15 @@ EVERY = {
     "test_a_fork_with_nothing_changed_is_the_run_to_the_bit": 5,  # five scripts
     "test_overwrite_replaces_a_link_and_not_what_it_leads_to": 2,
     "test_rows_are_the_items": 2,
+    "test_a_browser_shows_the_page": 2,
+    "test_metrics_that_no_run_has_are_one_line": 2,
+    "test_a_run_goes_on_from_an_earlier_checkpoint_to_the_same_bits": 2,
 }
+
+
+# Files of runs that are forked from a process that has imported everything. They stand first, so that one worker has
+# them all: it takes ten seconds to start that process, and pytest-xdist takes tests from the end of a worker's queue.
+FORKED = "crashes kills opponents ppo_processes processes".split()
 
 
 def pytest_configure(config):
@@ -117,3 +125,4 @@ def pytest_collection_modifyitems(config, items):
         is_short = item.path.stem.removeprefix("test_") in SHORT and not item.originalname.endswith("_seen")
         if not is_short and not has_another_form:
             item.add_marker("rest")
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FORKED)

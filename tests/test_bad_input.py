@@ -1,9 +1,8 @@
 """What a user can get wrong ends with one line that names it, before anything is written."""
 
+import io
 import itertools
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ import maac_llm
 import magrpo_llm
 import ppo_llm
 from utils import tasks
-from utils.cli import UserError, parse
+from utils.cli import UserError, command_line, parse
 from utils.models.loading import locate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -419,11 +418,19 @@ def test_a_misspelt_flag_is_one_line():
     assert "\n" not in str(error.value) and error.value.exit_code == 2
 
 
-def test_a_command_ends_with_one_line_and_exit_code_2_in_a_terminal_without_utf_8():
-    command = [sys.executable, str(ROOT / "ippo_llm.py"), "--seed", "x"]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    text = "ippo_llm.py: error: Error parsing --seed: invalid literal for int() with base 10: 'x'\n"
-    assert result.returncode == 2 and result.stderr == text
+def test_a_command_ends_with_one_line_and_exit_code_2_in_a_terminal_without_utf_8(monkeypatch):
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="ascii") for name in ("stdout", "stderr")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setattr(sys, "argv", ["ippo_llm.py", "--seed", "x"])
+    with pytest.raises(SystemExit) as stop:
+        command_line(ippo_llm.main, ippo_llm.Args, ippo_llm.__doc__)
+    written = []
+    for stream in streams.values():
+        stream.flush()
+        written.append(stream.buffer.getvalue())
+    text = b"ippo_llm.py: error: Error parsing --seed: invalid literal for int() with base 10: 'x'\n"
+    assert stop.value.code == 2 and written == [b"", text]
 
 
 def test_flags_of_turns_are_refused_where_tokens_are_actions():

@@ -36,21 +36,20 @@ def test_it_plays_uniformly_and_hardly_ever_illegally(tmp_path):
     assert illegal < 0.1 and (table - 0.5).abs().max() < 0.2
 
 
-def test_reading_sets_the_cards_apart(tmp_path):
+@pytest.mark.parametrize("coef", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_reading_sets_the_cards_apart(coef, tmp_path):
     """Without it the hidden states before an answer hardly differ: nothing depends on the card yet."""
-    distances = []
-    for coef in (0.0, 1.0):
-        folder = make(tmp_path / str(coef), steps=40, num_matches=16, learning_rate=5e-3, reading_coef=coef)
-        model = load_model(str(folder), "--model")
-        tokenizer = load_tokenizer(str(folder), "--model")
-        hidden = []
-        for card in range(3):
-            chat = [{"role": "user", "content": f"You are player 0.\n{card}\n1 Pass, 2 Bet\nSay a number."}]
-            ids = models.encode(chat, [], make_game_lm.Namespace(tokenizer=tokenizer))
-            with torch.no_grad():
-                hidden.append(model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1])
-        distances.append(min((a - b).norm() / a.norm() for a, b in itertools.combinations(hidden, 2)))
-    assert distances[0] < 0.05 and distances[1] > 0.15, distances
+    folder = make(tmp_path, steps=40, num_matches=16, learning_rate=5e-3, reading_coef=coef)
+    model = load_model(str(folder), "--model")
+    tokenizer = load_tokenizer(str(folder), "--model")
+    hidden = []
+    for card in range(3):
+        chat = [{"role": "user", "content": f"You are player 0.\n{card}\n1 Pass, 2 Bet\nSay a number."}]
+        ids = models.encode(chat, [], make_game_lm.Namespace(tokenizer=tokenizer))
+        with torch.no_grad():
+            hidden.append(model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1])
+    distance = min((a - b).norm() / a.norm() for a, b in itertools.combinations(hidden, 2))
+    assert distance > 0.15 if coef else distance < 0.05, distance
 
 
 def test_the_loss_of_reading_is_that_of_a_loop():

@@ -132,7 +132,7 @@ def test_seats_of_three_are_drawn_from_the_copies_alike_in_all_processes():
 )
 def test_a_run_goes_on_to_the_bit(tmp_path, flags):
     train(tmp_path / "whole", **flags)
-    for pause in (2, 5):
+    for pause in (5,):
         run = tmp_path / f"paused_{pause}"
         train(run, pause_at=pause, **flags)
         train(resume=str(run), **flags)

@@ -57,7 +57,7 @@ def test_a_large_model_is_computed_in_bfloat16_by_itself_where_the_device_is_fas
     def found(able, large, **flags):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
         monkeypatch.setattr(causal_lm, "LARGE", large)
-        agents, _ = train("ippo", folder="run", overwrite=True, **flags)
+        agents, _ = train("ippo", folder="run", overwrite=True, max_episodes=4, **flags)
         said = "forward passes are in bfloat16" in "".join(capfd.readouterr())
         return agents[0].actor.base.mixed_precision, agents[0].reference.base.mixed_precision, said
 
