@@ -160,6 +160,13 @@ def test_weights_that_do_not_arrive_are_seen(form, load, model, tokenizer, promp
     assert_answers_as_without(agents, contexts, args)
 
 
+@every_form
+def test_the_longest_transcript_is_the_engines(form, model, tokenizer, prompts):
+    agents, args = make_agents(model, tokenizer, max_model_len=128, **FORMS[form])
+    answers_of(agents, contexts_of(prompts, tokenizer), args)
+    assert agents[0].engine.llm.model_config.max_model_len == 128
+
+
 def test_an_engine_leaves_the_random_generators_as_they_are(model, tokenizer, prompts):
     def states():
         return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
