@@ -91,7 +91,7 @@ EVERY = {
 
 # Files of runs that are forked from a process that has imported everything. They stand first, so that one worker has
 # them all: it takes ten seconds to start that process, and pytest-xdist takes tests from the end of a worker's queue.
-FORKED = "crashes kills opponents ppo_processes processes".split()
+FILES_WITH_FORKS = "crashes kills opponents ppo_processes processes".split()
 
 
 def pytest_configure(config):
@@ -125,4 +125,4 @@ def pytest_collection_modifyitems(config, items):
         is_short = item.path.stem.removeprefix("test_") in SHORT and not item.originalname.endswith("_seen")
         if not is_short and not has_another_form:
             item.add_marker("rest")
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FORKED)
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FILES_WITH_FORKS)

@@ -182,7 +182,7 @@ def test_second_signal_ends_at_once(script, tmp_path):
 
 def test_the_processes_of_a_launcher_are_killed_with_it():
     launcher = (
-        "import subprocess as s; print(s.Popen(['sleep', '60'], start_new_session=True).pid, flush=True); input()"
+        "import subprocess as s; print(s.Popen(['sleep', '600'], start_new_session=True).pid, flush=True); input()"
     )
     process = subprocess.Popen([sys.executable, "-c", launcher], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     child = Path(f"/proc/{int(process.stdout.readline())}/status")

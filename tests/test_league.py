@@ -124,7 +124,7 @@ def test_a_run_called_random_is_no_random_player(runs, tmp_path, monkeypatch):
     assert {player for player, *_ in play_league(["random"], matches=2)} == {"random (1)", "random"}
 
 
-def test_a_run_of_ones_own_script_meets_one_of_the_projects(runs, tmp_path, monkeypatch):
+def test_a_run_of_ones_own_script_meets_one_of_the_projects(runs, tmp_path):
     text = Path(ppo_llm.__file__).read_text()
     flag = "    lora_rank: NonNegativeInt"
     assert text.count(flag) == 1

@@ -445,3 +445,9 @@ def test_64_programs_take_less_than_3_seconds():
         if seconds[-1] < 3:
             break
     assert min(seconds) < 3
+
+
+def test_processes_of_one_machine_share_its_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert sandbox.num_cores() == 2

@@ -86,7 +86,7 @@ def words_of(command, taken=()):
     script = next((word for word in words if word.endswith(".py")), None)
     if not words:
         raise UserError('--command is missing; it takes "python SCRIPT.py --flags"')
-    if script is None or not Path(script).is_file():
+    if script is None or not os.path.isfile(script):
         raise UserError(f'--command takes "python SCRIPT.py --flags"; {command} names no script here')
     for word in words:
         flag = word.split("=")[0].replace("_", "-")
@@ -215,13 +215,16 @@ def run_jobs(jobs, output_dir, workers=1, threads=1):
 
 
 def kill(process):
-    """End a run at once, and torchrun's processes, which it starts in sessions of their own."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    numbers = children.read_text().split() if children.exists() else []
+    """End a run at once, and all that it has started: torchrun's processes are in sessions of their own."""
+    numbers = [process.pid]
+    for number in numbers:  # of which there are more and more
+        for children in Path(f"/proc/{number}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                numbers += map(int, children.read_text().split())
     process.kill()
-    for number in numbers:
+    for number in numbers[1:]:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(number), signal.SIGKILL)
+            os.kill(number, signal.SIGKILL)
 
 
 def start(job, output_dir, threads):

@@ -91,6 +91,8 @@ def load_sides(runs, script=None):
         if name in [RANDOM, *(side.name for side in sides)]:  # a run of that name, or long names, whose ends are cut
             name = f"{name[:70]} ({k + 1})"
         sides.append(Side(name, seats_of(agents, num_agents), args, module))
+    if script and os.path.realpath(script) not in [os.path.realpath(side.module.__file__) for side in sides]:
+        raise UserError(f"--script {script} has no effect: all runs are of the project's scripts")
     return sides
 
 

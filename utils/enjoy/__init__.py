@@ -85,7 +85,7 @@ def import_script(run, config, script=None):
 def is_of_project(script):
     """Whether a run's script, a path, is one of the project's."""
     is_elsewhere = os.path.isfile(script) and script.resolve().parent != ROOT
-    return not is_elsewhere and script.name.endswith("_llm.py") and (ROOT / script.name).is_file()
+    return not is_elsewhere and script.name.endswith("_llm.py") and os.path.isfile(ROOT / script.name)
 
 
 def check_code(run, saved, flags):

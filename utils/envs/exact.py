@@ -100,7 +100,7 @@ def find_places(game, seats, args, most=MOST_STATES):
 
 
 def answers_of(num_actions, agent, args):
-    """The ids of the numbers 1, 2 ..., as they are and after a space: [number - 1][spelling].
+    """The ids of the numbers 1, 2 ...: as tokenized, without a tokenizer's own space, after a space: [number - 1][way].
 
     Each has the token that ends an answer, unless --max-new-tokens ends it.
     """
@@ -115,7 +115,7 @@ def answers_of(num_actions, agent, args):
         least = min(len(ids), len(bare))
         if least > args.max_new_tokens:
             raise UserError(f"--max-new-tokens {args.max_new_tokens} is too few to answer {k}, which has {least}")
-        ways = [ids] + [bare] * (bare != ids) + [spaced] * (spaced not in (ids, bare))
+        ways = dict.fromkeys(map(tuple, (ids, bare, spaced)))  # each once
         spellings = [way for way in ways if len(way) <= args.max_new_tokens]
         answers.append([[*spelling, end][: args.max_new_tokens] for spelling in spellings])
     return answers

@@ -344,7 +344,8 @@ def check_models(names_flag, settings_flag, args, model=None, quantized=False, n
     if model is not None and settings:
         raise UserError(f"{flag_name(settings_flag)} has no effect on a model that is loaded")
     wanted = args.attn_implementation
-    if model is not None and wanted not in (type(args)().attn_implementation, model.config._attn_implementation):
+    is_free = model is None or getattr(args, "critic_model_name_or_path", None)  # a critic is loaded with it
+    if not is_free and wanted not in (type(args)().attn_implementation, model.config._attn_implementation):
         raise UserError(f"--attn-implementation {wanted} has no effect on a model that is loaded: load it with that")
     configs = []
     names = name_of(args, model) if names_flag == "model" else getattr(args, names_flag)

@@ -197,9 +197,10 @@ def check_metric(args, folder):
     first = read_rows(folder / "metrics.csv")[0]
     if args.metric not in first:
         raise UserError(f"--metric {args.metric} is no column of the runs' metrics.csv: {', '.join(first)}")
-    interval = read_json(folder / "config.json").get("args", {}).get("eval_interval", 0)
-    if args.metric.startswith("eval/") and interval > args.generation:
-        raise UserError(f"--eval-interval {interval} passes over generations, of {args.generation} updates each")
+    config = read_json(folder / "config.json")
+    interval = config.get("args", {}).get("eval_interval") or 0
+    if args.metric.startswith("eval/") and interval > args.generation < config["num_updates"]:
+        raise UserError(f"--eval-interval {interval} passes over generations: it takes --generation {interval} or more")
     if args.metric == EVAL_REWARD and first[EVAL_REWARD] is None:
         raise UserError(f"--metric {EVAL_REWARD}: the runs evaluate nothing (--eval-interval 0, or no held-out items)")
 

@@ -85,7 +85,8 @@ def smooth(values, reach=4):
     means = []
     for k in range(len(values)):
         near = min(reach, k, len(values) - 1 - k)
-        means.append(sum(values[k - near : k + near + 1]) / (2 * near + 1))
+        numbers = [x for x in values[k - near : k + near + 1] if not math.isnan(x)]
+        means.append(sum(numbers) / len(numbers) if numbers else math.nan)
     return means
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import glob
-import hashlib
 import json
 import math
 import os
@@ -15,6 +14,7 @@ import datasets
 import fsspec
 import numpy
 import pandas
+from datasets.fingerprint import Hasher
 from datasets.packaged_modules.csv.csv import Csv
 from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.text.text import Text
@@ -218,9 +218,11 @@ def read_splits(*place, **options):
     if "data_files" not in options and os.path.isdir(folder):
         if glob.escape(folder) != folder:
             raise ValueError("datasets takes *, ? and [ in a folder's path for a pattern, and would read another one")
-        options["cache_dir"] = cache_of(folder)
     builder = datasets.load_dataset_builder(*place, **options)
     files = builder.config.data_files
+    if "data_files" not in options and os.path.isdir(folder):
+        # else it does not see that files which README.md names have changed; `files` has their times
+        options["cache_dir"] = os.path.join(datasets.config.HF_DATASETS_CACHE, Hasher.hash(files))
     if isinstance(builder, Csv) and builder.config.features is None:
         check_lengths([path for paths in files.values() for path in paths], builder.config.sep)
         first = next(iter(files.values()))[0]
@@ -240,18 +242,6 @@ def read_splits(*place, **options):
         lines = {split: [line for line in rows["text"] if line.strip()] for split, rows in splits.items()}
         return {split: [{"text": line, "prompt": line} for line in own] for split, own in lines.items()}
     return splits
-
-
-def cache_of(folder):
-    """Where datasets keeps the rows of a folder as it is now: it does not see that files which README.md names changed.
-
-    None: in its usual cache.
-    """
-    if not os.path.isfile(os.path.join(folder, "README.md")):
-        return None
-    stats = [(str(path), path.stat()) for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-    state = repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
-    return os.path.join(datasets.config.HF_DATASETS_CACHE, hashlib.sha256(state.encode()).hexdigest()[:16])
 
 
 def check_lengths(paths, separator):
