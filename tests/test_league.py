@@ -158,6 +158,8 @@ def test_what_can_not_play_is_a_line(runs, tmp_path):
     assert "OpenSpiel has no game of that name" in refused(other, env="open_spiel:no_such_game")
     assert "has 2 seats: it takes --num-agents 2, got 3" in refused(other, num_agents=3)
     assert "began with another model" in refused(other, model=[other_model(tmp_path)])
+    with pytest.raises(UserError, match="--script mine.py has no effect"):
+        play_league(runs, matches=2, script="mine.py")
     with pytest.raises(UserError, match="--matches"):
         Args(runs=("a",), matches=1)
 
