@@ -192,7 +192,7 @@ SENTENCES = [  # page, a sentence, its figures
         "IPPO comes from {}, {} and {} after the first update to {}, {} and {} after 200 updates",
         lambda: bridge("ippo", (1, 2, 3)),
     ),
-    ("docs/games.md", "MAAC with the same flags comes to {}.", lambda: bridge("maac", [1])[-1:]),
+    ("docs/games.md", "MAAC with the same flags comes to {}, {} and {}:", lambda: bridge("maac", (1, 2, 3))[3:]),
     (
         "docs/games.md",
         "what they earn in a round falls from {} to {} each",
