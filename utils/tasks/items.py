@@ -215,12 +215,12 @@ def read_splits(*place, **options):
     .txt file, but an empty one, is a prompt.
     """
     folder = os.path.abspath(place[0])
-    if "data_files" not in options and os.path.isdir(folder):
-        if glob.escape(folder) != folder:
-            raise ValueError("datasets takes *, ? and [ in a folder's path for a pattern, and would read another one")
+    is_folder = "data_files" not in options and os.path.isdir(folder)
+    if is_folder and glob.escape(folder) != folder:
+        raise ValueError("datasets takes *, ? and [ in a folder's path for a pattern, and would read another one")
     builder = datasets.load_dataset_builder(*place, **options)
     files = builder.config.data_files
-    if "data_files" not in options and os.path.isdir(folder):
+    if is_folder:
         # else it does not see that files which README.md names have changed; `files` has their times
         options["cache_dir"] = os.path.join(datasets.config.HF_DATASETS_CACHE, Hasher.hash(files))
     if isinstance(builder, Csv) and builder.config.features is None:
