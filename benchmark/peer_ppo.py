@@ -29,7 +29,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 import ippo_llm
-from benchmark.peer_run import PeerRun, reference_logprob
+from benchmark.peer_run import PeerRun, reference_logprob, single_agent_rewards
 from utils import models, tasks
 from utils.cli import UserError
 from utils.envs import guess
@@ -46,6 +46,7 @@ class Peer:
 
     def __init__(self, flags):
         self.flags, self.done, self.seconds = flags, 0, {"sample": 0.0, "reward": 0.0, "learn": 0.0}
+        self.samples_per_item = 1
         self.tokenizer = AutoTokenizer.from_pretrained(flags.model)
         device = "cuda" if flags.system == "trl" and torch.cuda.is_available() else "cpu"
         self.reference = AutoModelForCausalLM.from_pretrained(flags.model, **SINGLE).eval().to(device)
@@ -61,7 +62,7 @@ class Peer:
         elapsed = time.perf_counter() - self.start
         self.seconds[rest] = elapsed - sum(self.seconds.values())
         self.done += len(rewards)
-        row = {"global_step": self.done, "epoch": self.done / self.flags.train_size}
+        row = {"global_step": self.done, "epoch": self.done / self.samples_per_item / self.flags.train_size}
         row |= {"reward_mean": statistics.fmean(rewards), "reward_std": statistics.pstdev(rewards)}
         row["reference_logprob"] = reference_logprob(self.reference, rows)  # not timed
         row |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
@@ -179,10 +180,7 @@ class TRL(Peer):
         rows = [(row[:start][kept[:start]], row[start:][kept[start:]]) for row, kept in zip(ids, mask.bool())]
         items = [self.items[tuple(prompt.tolist())] for prompt, _ in rows]
         answers = [self.tokenizer.decode(response, skip_special_tokens=True) for _, response in rows]
-        env = ippo_llm.TeamEnv(self.task, items, self.args_of_task)
-        env.reset()
-        _, (rewards,), _ = env.step([dict(enumerate(answers))])
-        self.rewards = [rewards[b] for b in range(len(items))]
+        self.rewards = single_agent_rewards(ippo_llm, self.task, items, answers, self.args_of_task)
         self.rows = [(torch.cat(row).cpu(), torch.arange(sum(map(len, row))) >= len(row[0])) for row in rows]
         return torch.tensor(self.rewards, device=ids.device)
 

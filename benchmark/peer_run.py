@@ -50,3 +50,11 @@ def reference_logprob(reference, rows):
         of_vocabulary = reference(ids[None]).logits[0, :-1].log_softmax(-1)
         logprobs.append(of_vocabulary.gather(1, ids[1:, None])[mask[1:]])
     return float(torch.cat(logprobs).mean())
+
+
+def single_agent_rewards(script, task, items, answers, args):
+    """What answers to items earn in a task of one turn and one agent."""
+    env = script.TeamEnv(task, items, args)
+    env.reset()
+    _, (rewards,), _ = env.step([dict(enumerate(answers))])
+    return [rewards[b] for b in range(len(items))]
