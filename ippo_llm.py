@@ -2,7 +2,7 @@
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
 actor (its loss then trains the actor too) or a model of its own (--use-separate-critic). a_t is a token that the agent
-samples in turn k of an episode, and h_t all that it has read and written before. `learn` computes, in this order:
+samples in turn k (step k of the environment), h_t all that it has read and written before. `learn` computes in order:
 
     c_k     = the agent's rewards from its answer in turn k until its next answer, summed; 0 if it waits in turn k
     e_k     = c_k / (s + reward_norm_eps)              s = max(std of sum_k c_k over episodes it acts in, 0.98 * last s)
@@ -18,7 +18,7 @@ samples in turn k of an episode, and h_t all that it has read and written before
 
 Losses are means over a mini-batch's sampled tokens. pi_old, V_old, m, A' and R are computed once per rollout, so all
 optimiser steps but the first (by default 3 of 4) are off-policy. They are not corrected: as on CoMLRL's page there is
-no ratio and no clip of it (ppo_llm.py has both). Additions: s, m_k, KL penalty. Unnormalised e_k = c_k and A' = A.
+no ratio and no clip (ppo_llm.py has both). Additions: s, m_k, KL penalty. Without normalisation e_k = c_k, A' = A.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -92,7 +92,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
-# is read. TeamEnv calls wrappers of the last three: yours get those arguments in docs/tasks.md that they name.
+# is read. TeamEnv calls the last three through utils.tasks.Task: each gets the arguments of docs/tasks.md it names.
 
 
 def train_dataset(size, seed):
@@ -132,10 +132,10 @@ def external_transition(item, agent_completions):
 
 
 class Agent:
-    """What learns. Run saves actor, optimizers and, if there, critic, value_head (own modules belong in it), state."""
+    """What learns. Run saves actor, optimizers and, if there, critic, state, value_head: your own modules go in it."""
 
     def __init__(self, i, initial, num_updates, args):
-        self.tokenizer = initial.tokenizer
+        self.tokenizer = initial.tokenizer  # initial: what the agent starts from, by models.load in main
         self.end_ids = initial.end_ids  # tokens that end an answer
         self.longest_prompt = initial.longest_prompt  # most tokens of a context that leaves room for max_new_tokens
         self.reference = initial.policy  # pi_ref, frozen; agents that start from one model share it
@@ -285,7 +285,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # By the chat template, after an end token if the answer lacks it; cut where the model's room ends
+                    # By the chat template, after an end token if the answer lacks it; at most what the model can take
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
@@ -317,7 +317,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Of turns, 0 is what it read."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Turn 0: not sampled."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -360,7 +360,7 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; log pi and H are 0 elsewhere, a ratio is not
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens, 0 elsewhere: there log pi and H are 0, a ratio is 1
     last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 
@@ -378,8 +378,8 @@ def learn(agent, rollout, args, generator):
 
     # 3. Before any optimiser step, without gradients: one pass each of actor, reference and, if any, critic model
     old_logprobs = torch.zeros_like(mask)  # log pi_old, without --top-p ...; for the KL penalty, or a ratio
-    ref_logprobs = torch.zeros_like(mask)
-    old_values = torch.zeros_like(rewards)
+    ref_logprobs = torch.zeros_like(mask)  # log pi_ref
+    old_values = torch.zeros_like(rewards)  # V_old
     with torch.no_grad():
         for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, rows, args)
@@ -408,7 +408,7 @@ def learn(agent, rollout, args, generator):
 
                 values = critic_forward(agent, rollout, rows, hidden_states, m)
                 change = (values - old_values[rows]).clamp(-args.value_clip_range, args.value_clip_range)
-                clipped_values = old_values[rows] + change
+                clipped_values = old_values[rows] + change  # V_clip
                 error = torch.max((values - returns[rows]) ** 2, (clipped_values - returns[rows]) ** 2)
                 value_loss = (error * mask[rows]).sum() / num_tokens
 
@@ -425,11 +425,11 @@ def learn(agent, rollout, args, generator):
         schedule.step()
 
     # 6. Metrics: losses and entropy are means over optimiser steps, grad_norm is of the last, the others of the rollout
-    policy_loss, value_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
+    policy_loss, value_loss, mean_entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
-        "entropy": entropy,
+        "entropy": mean_entropy,
         "grad_norm": grad_norms[0],  # the actor's, before it is clipped
         "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),  # per token
         "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
@@ -456,7 +456,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # per agent: its tokenizer; its frozen model is loaded when used
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # drops long prompts
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # --long-prompts
     batches = tasks.shuffled_batches(train_items, args)  # [update]: its items, before num_generations repeats them
     run = Run(args, __file__, task, batches)
 

@@ -87,7 +87,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
-# is read. TeamEnv calls wrappers of the last three: yours get those arguments in docs/tasks.md that they name.
+# is read. TeamEnv calls the last three through utils.tasks.Task: each gets the arguments of docs/tasks.md it names.
 
 
 def train_dataset(size, seed):
@@ -130,7 +130,7 @@ class Agent:
     """An actor, the frozen model that it starts from, and an optimiser."""
 
     def __init__(self, i, initial, num_updates, args):
-        self.tokenizer = initial.tokenizer
+        self.tokenizer = initial.tokenizer  # initial: what the agent starts from, by models.load in main
         self.end_ids = initial.end_ids  # tokens that end an answer
         self.longest_prompt = initial.longest_prompt  # most tokens of a context that leaves room for max_new_tokens
         self.reference = initial.policy  # pi_ref, frozen; agents that start from one model share it
@@ -140,7 +140,7 @@ class Agent:
 
 
 class Critic:
-    """The team's critic (a model and its value head), its optimiser, and s of the reward normalisation."""
+    """The team's critic (`critic`, a model, and its value head), its optimiser, and s of the reward normalisation."""
 
     def __init__(self, initial, num_updates, args):
         self.critic = initial.trainable_critic("critic")  # from agent 0's model or --critic-model-name-or-path
@@ -285,7 +285,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # By the chat template, after an end token if the answer lacks it; cut where the model's room ends
+                    # By the chat template, after an end token if the answer lacks it; at most what the model can take
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
@@ -317,7 +317,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Of turns, 0 is what it read."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Turn 0: not sampled."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -339,7 +339,7 @@ def critic_forward(critic, joint, rows, m):
     joint: ids, attention_mask and marks [B, tokens]. A row is, turn by turn, what the acting agents read, an end token
     that only marks the place, and what they write, re-tokenised. critic(h_t): the value head's output before that mark.
     """
-    marks = joint.marks[rows]  # [M, tokens of the longest text + 1] t on the end token of turn t, 0 elsewhere
+    marks = joint.marks[rows]  # [M, tokens] t on the end token of turn t, 0 elsewhere
     out = critic.critic.read(joint.ids[rows], before=marks > 0)
     values = models.unflatten(critic.value_head(out.hidden_states), marks > 0)  # critic(h_t) where marks has t
     return sum_by(marks, values, len(m) - 1) + m
@@ -365,13 +365,13 @@ def learn(agents, critic, rollouts, args, generator):
 
     # 3. pi_old, pi_ref, r_t and V_old: each actor, each reference and the critic read the rollout, without gradients
     metrics = []  # a dict per agent, to which step 6 adds
-    old_values = torch.zeros_like(rewards)
+    old_values = torch.zeros_like(rewards)  # V_old
     turn_rewards = rewards  # r_t, after the loop has subtracted each agent's KL penalty
     with torch.no_grad():
         for agent, rollout in zip(agents, rollouts):
             mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
-            old_logprobs = torch.zeros_like(mask)  # for a ratio per token keep them; gather advantages by turns
-            ref_logprobs = torch.zeros_like(mask)
+            old_logprobs = torch.zeros_like(mask)  # log pi_old; a ratio needs a list of them, one per agent
+            ref_logprobs = torch.zeros_like(mask)  # log pi_ref
             for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
@@ -387,8 +387,8 @@ def learn(agents, critic, rollouts, args, generator):
 
     # 4. Advantages. Another algorithm puts its own here; num_generations neighbouring rows are of one item
     next_values = pad(old_values[:, 1:], (0, 1))  # V_old(h_{t+1}) in column t, 0 after the last turn
-    targets = (turn_rewards + args.gamma * next_values) * acted  # of V(h_t), for the critic
-    advantages = targets - old_values  # A_t
+    returns = (turn_rewards + args.gamma * next_values) * acted  # the critic's targets
+    advantages = returns - old_values  # A_t
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, acted)
         advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t
@@ -412,7 +412,7 @@ def learn(agents, critic, rollouts, args, generator):
                     loss.backward()  # gradients of micro-batches add up
                     losses.append(torch.stack([policy_loss, mean_entropy]).detach())
                 values = critic_forward(critic, joint, rows, m)
-                value_loss = ((values - targets[rows]) ** 2 * acted[rows]).sum() / turn_count
+                value_loss = ((values - returns[rows]) ** 2 * acted[rows]).sum() / turn_count
                 value_loss.backward()
                 value_losses.append(value_loss.detach())
 
@@ -427,12 +427,12 @@ def learn(agents, critic, rollouts, args, generator):
     # 6. Metrics: losses and entropy are means over optimiser steps, grad_norm is of the last, the others of the rollout
     num_steps = args.update_epochs * len(minibatches)
     losses = torch.stack(losses).view(-1, len(agents), 2).sum(0) / num_steps  # [N, 2]: policy loss and entropy
-    for agent_metrics, (policy_loss, entropy), grad_norm in zip(metrics, losses, grad_norms):  # leaves out the critic's
-        agent_metrics |= {"policy_loss": policy_loss, "entropy": entropy, "grad_norm": grad_norm}
+    for agent_metrics, (policy_loss, mean_entropy), grad_norm in zip(metrics, losses, grad_norms):  # not the critic's
+        agent_metrics |= {"policy_loss": policy_loss, "entropy": mean_entropy, "grad_norm": grad_norm}
     return metrics, {
         "value_loss": sum(value_losses) / num_steps,
         "grad_norm": grad_norms[-1],
-        "explained_variance": distributed.explained_variance(targets, old_values, acted),
+        "explained_variance": distributed.explained_variance(returns, old_values, acted),
     }
 
 
@@ -455,7 +455,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # per agent: its tokenizer; its frozen model is loaded when used
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # drops long prompts
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # --long-prompts
     batches = tasks.shuffled_batches(train_items, args)  # [update]: its items, before num_generations repeats them
     run = Run(args, __file__, task, batches)
 

@@ -5,8 +5,8 @@ times (--num-generations), and an agent's return from turn t on is compared with
 all that the agent has read and written before it gives answer a_t in turn t; log pi(a_t|h_t) sums over the tokens of
 a_t. `learn` computes, in this order:
 
-    e_t     = rewards from its answer in turn t until its next (summed by `play`); those before its first are not used
-    r_t     = e_t - kl_coef (log pi_old(a_t|h_t) - log pi_ref(a_t|h_t))        0 in turns in which it waits
+    c_t     = rewards from its answer in turn t until its next (summed by `play`); those before its first are not used
+    r_t     = c_t - kl_coef (log pi_old(a_t|h_t) - log pi_ref(a_t|h_t))        0 in turns in which it waits
     R_t     = r_t + gamma R_{t+1}                      turn by turn, also where it waits; 0 after the last turn
     A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
     actor     maximises  (mean over answers of log pi(a_t|h_t) A_t) + entropy_coef * (mean over sampled tokens of H)
@@ -29,7 +29,7 @@ Here each of the K episodes is played from start to end: after turn 1 a group co
 log pi and H use logits / temperature; --top-p, --top-k, --min-p and penalties act in sampling only. Models stay in eval
 mode, but --lora-dropout is on in passes with gradients. torchrun splits the episodes; means and gradients are over all.
 Shapes: N agents; B episodes (rows) per process; S token columns, padded on the right; T last turn. A forward pass has M
-of the B rows, n sampled tokens in them. H is entropy; T is the last turn in which the agent answers.
+of the B rows, n sampled tokens in them. H is entropy.
 Sources: MAGRPO (arXiv 2508.04652), RLOO (arXiv 2402.14740), CoMLRL's page on Multi-Agent REINFORCE.
 """
 
@@ -45,7 +45,7 @@ from torch.nn.functional import pad
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import Fraction, command_line, flags, not_with
+from utils.cli import Fraction, command_line, flags, not_with  # not_with("x=1"): an error if set while x is 1
 from utils.clock import timed
 from utils.run import FolderArgs, Run
 from utils.tasks.made_text import posts
@@ -92,7 +92,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
-# is read. TeamEnv calls wrappers of the last three: yours get those arguments in docs/tasks.md that they name.
+# is read. TeamEnv calls the last three through utils.tasks.Task: each gets the arguments of docs/tasks.md it names.
 
 
 def train_dataset(size, seed):
@@ -135,7 +135,7 @@ class Agent:
     """An actor, the frozen model that it starts from, and an optimiser."""
 
     def __init__(self, i, initial, num_updates, args):
-        self.tokenizer = initial.tokenizer
+        self.tokenizer = initial.tokenizer  # initial: what the agent starts from, by models.load in main
         self.end_ids = initial.end_ids  # tokens that end an answer
         self.longest_prompt = initial.longest_prompt  # most tokens of a context that leaves room for max_new_tokens
         self.reference = initial.policy  # pi_ref, frozen; agents that start from one model share it
@@ -279,7 +279,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # By the chat template, after an end token if the answer lacks it; cut where the model's room ends
+                    # By the chat template, after an end token if the answer lacks it; at most what the model can take
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
@@ -311,7 +311,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Of turns, 0 is what it read."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Turn 0: not sampled."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -356,11 +356,11 @@ def group_advantages(returns, acted, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled, to multiply by
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens, 0 elsewhere: there log pi and H are 0, a ratio is 1
 
     # 1. log pi_old and log pi_ref: before any optimiser step, without gradients, one pass each of actor and reference
     old_logprobs = torch.zeros_like(mask)  # log pi_old, without --top-p ...; for the KL penalty, or a ratio
-    ref_logprobs = torch.zeros_like(mask)
+    ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     with torch.no_grad():
         for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
             old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
@@ -389,7 +389,7 @@ def learn(agent, rollout, args, generator):
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
                 answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t|h_t) in column t, or 0
-                policy_loss = -(answer_logprobs * advantages[rows]).sum() / num_answers  # A_t for all its tokens
+                policy_loss = -(answer_logprobs * advantages[rows]).sum() / num_answers  # A_t is 0 where it waits
                 mean_entropy = (entropy * mask[rows]).sum() / num_tokens
                 loss = policy_loss - args.entropy_coef * mean_entropy
                 loss.backward()  # gradients of micro-batches add up
@@ -401,10 +401,10 @@ def learn(agent, rollout, args, generator):
     agent.schedule.step()
 
     # 5. Metrics: losses and entropy are means over optimiser steps, grad_norm is of the last, the others of the rollout
-    policy_loss, entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
+    policy_loss, mean_entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
     return {
         "policy_loss": policy_loss,
-        "entropy": entropy,
+        "entropy": mean_entropy,
         "grad_norm": grad_norm,
         "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),  # per token
         "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
@@ -430,7 +430,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # per agent: its tokenizer; its frozen model is loaded when used
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # the functions in this file
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # drops long prompts
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # --long-prompts
     batches = tasks.shuffled_batches(train_items, args)  # [update]: its items, before num_generations repeats them
     run = Run(args, __file__, task, batches)
 

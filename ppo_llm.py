@@ -116,7 +116,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# An Env plays one episode; utils.envs.Games gives `play` B of them, with TeamEnv's methods; truncated=True cuts one.
+# An Env plays one episode. In TeamEnv's place utils.envs.Games plays B of them; step's truncated=True cuts one.
 # --task NAME or FILE.py: TeamEnv calls it through utils.tasks.Task; your functions get other arguments: docs/tasks.md.
 
 
@@ -164,7 +164,7 @@ class Agent:
     """An actor, a reference (pi_ref), a critic (a value head on the actor or on a critic model), two optimisers."""
 
     def __init__(self, i, initial, num_updates, args):
-        self.tokenizer = initial.tokenizer
+        self.tokenizer = initial.tokenizer  # initial: what the agent starts from, by models.load in main
         self.end_ids = initial.end_ids  # tokens that end an answer
         self.longest_prompt = initial.longest_prompt  # most tokens of a context that leaves room for max_new_tokens
         self.actor = initial.trainable_copy(f"agent_{i}_actor")  # all weights, or with --lora-rank new adapters
@@ -316,7 +316,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # By the chat template, after an end token if the answer lacks it; cut where the model's room ends
+                    # By the chat template, after an end token if the answer lacks it; at most what the model can take
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
@@ -348,7 +348,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Of turns, 0 is what it read."""
+    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Turn 0: not sampled."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -418,7 +418,7 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; log pi and H are 0 elsewhere, a ratio is not
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens, 0 elsewhere: there log pi and H are 0, a ratio is 1
     lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last_column = mask.shape[1] - 1  # padding in all rows
@@ -441,17 +441,17 @@ def learn(agent, rollout, args, generator):
     is_cut_end = was_cut[:, None] & (columns == lengths[:, None])  # [B, S]; pad_right pads even the longest row
     places = rollout.mask | is_cut_end  # [B, S] where step 4 computes V: at sampled tokens and cut ends
 
-    # 3. Rewards, and m_k, the mean of what is still earned from turn k on. The critic learns what is left
+    # 3. Rewards r_t, and m_k, the mean of what is still earned from turn k on. The critic learns what is left
     rewards = rollout.rewards
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
-        rewards = rewards / (std.where(std > 1e-6, 1.0) + args.reward_norm_eps)  # 1: all earn the same
+        rewards = rewards / (std.where(std > 1e-6, 1.0) + args.reward_norm_eps)  # 1 where all earn the same
     m = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + m; m = 0: the usual V of PPO
 
     # 4. Log-probabilities and values before the update, without gradients: actor, critic model and, for a KL loss, the
     #    reference read the rollout once. With --top-p or vLLM these are not the sampler's, for which nothing corrects
-    old_logprobs = torch.zeros_like(mask)
-    ref_logprobs = torch.zeros_like(mask)
+    old_logprobs = torch.zeros_like(mask)  # log pi_old
+    ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     old_token_values = torch.zeros_like(mask)
     with torch.no_grad():
         for rows in lengths.argsort().split(args.micro_batch_size):  # by length: less padding
@@ -460,16 +460,16 @@ def learn(agent, rollout, args, generator):
                 ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rollout.mask, rows, args)
             old_token_values[rows] = critic_forward(agent, rollout, places, rows, hidden_states, m)
     old_logprobs = old_logprobs.where(rollout.mask, 0.0)  # drops the padding token's, at a cut end
-    # [B, S] V of actions, in their columns, and V at cut ends; 0 elsewhere
+    # [B, S] V_old of actions, in their columns, and at cut ends; 0 elsewhere
     old_values = sum_by(action_column, old_token_values * value_weights, last_column) + old_token_values * is_cut_end
 
-    # 5. Advantages, and returns, the critic's targets, in the columns of actions. Another algorithm replaces gae;
+    # 5. Advantages A_t, and returns R_t, the critic's targets, in actions' columns. Another algorithm replaces gae;
     #    without a critic: returns = old_values, --value-loss-coef 0, --no-use-separate-critic (no critic model runs)
     advantages, returns = gae(rewards, old_values, action_mask, is_cut_end, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # slow to fall: a tiny std would amplify noise
-        advantages = (advantages - mean) / (agent.state["std"] + 1e-8)
+        advantages = (advantages - mean) / (agent.state["std"] + 1e-8)  # A'
     advantages = advantages.gather(1, action_column)  # [B, S] each sampled token has its action's; masks hide the rest
 
     # 6. Optimiser steps
@@ -488,7 +488,7 @@ def learn(agent, rollout, args, generator):
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rollout.mask, rows, args)
-                log_ratio = logprobs - old_logprobs[rows]  # both are 0 where no token was sampled
+                log_ratio = logprobs - old_logprobs[rows]  # log rho; both are 0 where no token was sampled
                 if args.turn_level_clip:
                     log_ratio = sum_by(action_column[rows], log_ratio, last_column)
                 ratio = log_ratio.clamp(max=80).exp()  # exp(89) is inf, whose gradient is NaN even where it is clipped
@@ -505,7 +505,7 @@ def learn(agent, rollout, args, generator):
                 token_values = critic_forward(agent, rollout, rollout.mask, rows, hidden_states, m)
                 values = sum_by(action_column[rows], token_values * value_weights[rows], last_column)  # of actions
                 change = (values - old_values[rows]).clamp(-args.clip_coef, args.clip_coef)
-                clipped_values = old_values[rows] + change
+                clipped_values = old_values[rows] + change  # V_clip
                 error = torch.max((values - returns[rows]) ** 2, (clipped_values - returns[rows]) ** 2)
                 value_loss = 0.5 * (error * action_mask[rows]).sum() / num_actions
 
@@ -524,11 +524,11 @@ def learn(agent, rollout, args, generator):
 
     # 7. Metrics: the five in `losses` are means over optimiser steps, grad_norm is of the last, others of the rollout
     losses = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
-    policy_loss, value_loss, entropy, kl_loss, clip_fraction = losses
+    policy_loss, value_loss, mean_entropy, kl_loss, clip_fraction = losses
     metrics = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
-        "entropy": entropy,
+        "entropy": mean_entropy,
         "clip_fraction": clip_fraction,
         "grad_norm": grad_norms[0],  # the actor's, before it is clipped
         "explained_variance": distributed.explained_variance(returns, old_values, action_mask),
@@ -559,7 +559,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     distributed.start(args)
     initials = models.load(args, model, tokenizer)  # per agent: its tokenizer; its frozen model is loaded when used
     task = tasks.load_task(task, args, default=sys.modules[__name__])  # default: this file's Env
-    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # drops long prompts
+    train_items, eval_items = tasks.load_items(task, initials, args, train_dataset, eval_dataset)  # --long-prompts
     batches = tasks.shuffled_batches(train_items, args)  # [update]: its items, before num_generations repeats them
     run = Run(args, __file__, task, batches)
 

@@ -183,7 +183,7 @@ def without_a_critic(text):
     text = without(text, "values = critic_forward", "loss = policy_loss")
     text = replaced(text, " + args.value_loss_coef * value_loss", "")
     text = replaced(text, "[policy_loss, value_loss, mean_entropy]", "[policy_loss, mean_entropy]")
-    text = replaced(text, "policy_loss, value_loss, entropy = ", "policy_loss, entropy = ")
+    text = replaced(text, "policy_loss, value_loss, mean_entropy = ", "policy_loss, mean_entropy = ")
     text = without(text, '"value_loss": ', '"entropy"')
     return without(text, '"explained_variance": ', "}")
 
