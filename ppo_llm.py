@@ -84,7 +84,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
 
     # Advantages
-    # what is an action; auto: a turn if --num-turns is above 1, else a token
+    # what is an action; auto: a token in a rollout in which nobody gets beyond turn 1, else a turn
     action_granularity: Literal["token", "turn", "auto"] = "token"
     # V of an answer: V before its first token, or the mean over its tokens, or V before its last; the last two bias A
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(
@@ -424,7 +424,7 @@ def learn(agent, rollout, args, generator):
     last_column = mask.shape[1] - 1  # padding in all rows
 
     # 1. Actions: tokens or turns. The r, V, A and R of an action stand in the column of its last token
-    if args.action_granularity == "token" or (args.action_granularity == "auto" and args.num_turns == 1):
+    if args.action_granularity == "token" or (args.action_granularity == "auto" and distributed.max(rollout.turns) < 2):
         action_column = columns  # [B, S] for each sampled token, the column of its action
         action_mask = value_weights = mask  # [B, S] 1 where an action stands; a token's weight in V of its action
     else:

@@ -609,6 +609,19 @@ def test_rewards_that_are_all_the_same_are_not_divided_by_their_deviation(initia
     assert float(ppo_llm.learn(agent, rollout, args, seeded())["value_loss"]) < 1
 
 
+@pytest.mark.parametrize("last_turn, same", [(1, "token"), (2, "turn")])
+def test_actions_are_tokens_by_auto_where_all_episodes_have_one_turn(initials, tokenizer, last_turn, same):
+    losses = {}
+    for granularity in ("token", "turn", "auto"):
+        args = make_args(ppo_llm, num_agents=1, action_granularity=granularity)
+        torch.manual_seed(0)
+        agent = ppo_llm.Agent(0, initials(args)[0], 10, args)
+        transcripts = make_transcripts(ppo_llm, tokenizer, [[(5, 0), (3, 1)], [(4, 0), (2, last_turn)]])
+        rollout = ppo_llm.Rollout(**models.pad_right(transcripts, agent))
+        losses[granularity] = float(ppo_llm.learn(agent, rollout, args, seeded())["policy_loss"])
+    assert losses["token"] != losses["turn"] and losses["auto"] == losses[same]
+
+
 def test_a_ratio_too_large_to_be_computed_is_clipped_and_gives_no_gradient_that_is_no_number(initials, monkeypatch):
     """exp(120), of an answer of two tokens or more: the clip holds where A > 0, and else the gradient is finite."""
     args = make_args(ppo_llm, num_agents=1, action_granularity="turn", turn_level_clip=True)

@@ -44,7 +44,8 @@ def test_a_reward_of_each_agent_stays_its_own():
 def test_a_reward_is_processed_and_a_task_gets_what_it_names():
     got = {}
 
-    def reward_func(first, second, items, prompts, turns, turn, num_turns):
+    def reward_func(first, second, items, prompts, turns, turn, num_turns, batch_items=None):
+        assert batch_items == items
         got.update(items=items, prompts=prompts, turns=turns, turn=turn, num_turns=num_turns)
         return [2.0]
 

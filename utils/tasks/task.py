@@ -34,7 +34,8 @@ BUILT_IN = ("arxiv", "build", "code", "number", "probe", "reasoning", "tldr")
 NEEDED = ("formatters", "reward_func")
 DATA = ("train_dataset", "eval_dataset", "named_dataset", "item_of")
 OPTIONAL = (*DATA, "external_transition", "reward_processor", "metrics_callback", "optimum", "check", "TeamEnv")
-REWARD_KNOWS = ("items", "prompts", "turn", "turns", "num_turns")  # what reward_func is given, if it names it
+# What reward_func is given, if it names it; batch_items are the items too, as in CoMLRL
+REWARD_KNOWS = ("items", "prompts", "turn", "turns", "num_turns", "batch_items")
 SHORT_FORMS = {  # what a task may have in place of each that is needed, and what makes the one of the other
     "formatters": ("conversation_template", questions.make_formatter),
     "reward_func": ("reward_fn", questions.make_reward_func),
@@ -95,6 +96,7 @@ class Task:
                     self.given.reward_func,
                     *[[texts[k] for k in rows] for texts in completions],
                     items=[items[k] for k in rows],
+                    batch_items=[items[k] for k in rows],
                     prompts=[[given_prompts(history[i])[-1] for history in own] for i in range(N)],
                     turns=[[history[i][1::2] for history in own] for i in range(N)],
                     turn=turn,
@@ -291,6 +293,12 @@ def check(task, name, args, needed):
             raise UserError(f"{name}: {error}") from error
         except (Exception, SystemExit) as error:
             raise UserError(f"{name}: check failed: {describe(error)}") from error
+    if hasattr(task, "reward_func"):
+        by_place = [own.name for own in parameters_of(task.reward_func) if own.kind is own.POSITIONAL_OR_KEYWORD]
+        for own_name in by_place[: args.num_agents]:
+            if own_name in REWARD_KNOWS:
+                first = f"the completions of {args.num_agents} agents come first"
+                raise UserError(f"{name}: reward_func has {own_name} among its first arguments, where {first}")
 
 
 def say_what_is_misspelt(task, name):
