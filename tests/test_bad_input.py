@@ -266,6 +266,8 @@ PLAYERS = {
     "flags": ({"truncated": [False] * 4}, r"truncated, .*, is \[False, .*; it takes a set of episodes"),
     "flags by name": ({"truncated": {0: False}}, r"truncated, .*, is {0: False}; it takes a set of episodes"),
     "flags of numpy": ({"truncated": numpy.zeros(4, bool)}, "truncated, .*, is .*; it takes a set of episodes"),
+    "a flag": ({"truncated": False}, "truncated, .*, is False; it takes a set of episodes"),
+    "nothing": ({"truncated": None}, "truncated, .*, is None; it takes a set of episodes"),
     "a tuple": ({"reset": ([{0: "a"}, {}], {})}, "it takes a dict for each of 2 agents$"),
     "three": ({"reset": [{0: "a"}, {}, {}]}, "it takes a dict for each of 2 agents: give --num-agents 3$"),
     "cut": ({"truncated": {9}}, "returned truncated of 9; it takes one of 4 episodes, from 0"),
@@ -278,6 +280,13 @@ def test_what_an_environment_of_players_does_wrong_is_said_in_a_line(tmp_path, s
     module = SimpleNamespace(TeamEnv=type("Broken", (Players,), {"returned": returned}))
     args = ippo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"))
     with pytest.raises(UserError, match=message):
+        ippo_llm.main(args, task=module, **small)
+
+
+def test_a_reward_processor_beside_an_environment_is_refused(tmp_path, small):
+    module = SimpleNamespace(TeamEnv=Players, reward_processor=lambda reward: 100 * reward)
+    args = ippo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"))
+    with pytest.raises(UserError, match="reward_processor has no effect without reward_func"):
         ippo_llm.main(args, task=module, **small)
 
 

@@ -1,8 +1,10 @@
 """Names of the sources' pages are flags or aliases; --help explains every flag of every script."""
 
+import importlib
 import os
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import ippo_llm
 import maac_llm
 import magrpo_llm
 import ppo_llm
-from utils.cli import ALIASES, UserError, command_line, find_run, parse, run_of
+from utils.cli import ALIASES, UserError, command_line, find_run, flags, parse, run_of
 
 SCRIPTS = (ippo_llm, iac_llm, maac_llm, magrpo_llm, ppo_llm)
 OF_COMLRL = """
@@ -50,6 +52,38 @@ def test_an_alias_is_the_flag_on_the_command_line_and_from_python():
     assert (args.actor_learning_rate, args.num_turns) == (0.5, 3)
     assert (args.advantage_normalization, args.kl_loss_coef) == (False, 0.25)
     assert ppo_llm.Args(lr_actor=0.5, max_turns=3).num_turns == 3
+
+
+MINE = """
+from utils.cli import flags
+
+
+@flags
+class Args:
+    seed: int = 1  # a seed
+
+    # ----------------
+    one: int = 1  # a number
+
+    # 2nd stage
+    two: int = 2  # another one
+
+    # Lambda
+    three: tuple[int, ...] = ()  # several
+"""
+
+
+def test_any_comment_may_stand_between_the_flags_of_a_copy(tmp_path, monkeypatch):
+    (tmp_path / "my_flags.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    args = parse(importlib.import_module("my_flags").Args, ["--two", "5", "--three", "1", "2"])
+    assert (args.one, args.two, args.three) == (1, 5, (1, 2))
+
+
+@pytest.mark.parametrize("annotation", [list[int], list[int] | None, Path | None, Enum("Kind", "a b")])
+def test_a_flag_that_a_config_can_not_keep_is_refused_where_it_is_written(annotation):
+    with pytest.raises(TypeError, match="^the flag own is to be a number, a str, a Literal, or a tuple"):
+        flags(type("Args", (), {"__annotations__": {"own": annotation}, "own": None}))
 
 
 def test_values_are_not_clipped_with_inf():

@@ -221,10 +221,11 @@ def test_a_name_with_a_colon_that_is_there_is_taken_as_it_is(tmp_path):
 @pytest.mark.parametrize("task", [None, {"formatters": lambda item: f"{item['prompt']}"}, {}])
 def test_a_null_is_one_line(task, value, tmp_path):
     rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": value}, {"prompt": "d"}]
-    with pytest.raises(UserError, match="^train_dataset= has a row without prompt, number 2 from 0: it is null$"):
+    with pytest.raises(UserError, match="^train_dataset= has a row without prompt, which is null there: {'prompt': "):
         train(given=task, train_dataset=rows)
-    write(tmp_path / "rows.jsonl", lines([{"prompt": "a"}] * 8 + [{"prompt": None}]))
-    with pytest.raises(UserError, match="^--dataset rows.jsonl has a row without prompt, number . from 0: it is null$"):
+    write(tmp_path / "rows.jsonl", lines([{"prompt": "a", "n": 1}] * 8 + [{"prompt": None, "n": 8}]))
+    null = "rows.jsonl has a row without prompt, which is null there: {'prompt': None, 'n': 8}$"
+    with pytest.raises(UserError, match=f"^--dataset {null}"):
         train(given=task, dataset="rows.jsonl", train_size=None, eval_size=1)
 
 
@@ -289,6 +290,18 @@ READS = {
         [{"role": "user", "content": f"Q: {TEXT}"}],
     ),
 }
+
+
+def test_a_task_that_returns_more_items_than_it_is_asked_for_is_cut():
+    made = {"train_dataset": lambda size, seed: [{"prompt": f"post {k}"} for k in range(9)]}
+    read, run = train(given=made, num_train_epochs=1, max_episodes=None)
+    assert {item["prompt"] for item, *_ in read} == {f"post {k}" for k in range(4)}
+
+
+@pytest.mark.parametrize("name, text", [("a.csv", "prompt\n"), ("b.csv", ""), ("c.jsonl", "\n\n"), ("d.jsonl", "")])
+def test_a_file_without_rows_is_one_line(name, text, tmp_path):
+    with pytest.raises(UserError, match=f"--dataset {name} can't be loaded: it has no rows$"):
+        load_splits(write(tmp_path / name, text).replace(f"{tmp_path}/", ""))
 
 
 @pytest.mark.parametrize("source", ["list", "dataset", "file", "parquet"])

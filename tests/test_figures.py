@@ -1,4 +1,4 @@
-"""Every figure that README and the pages give of a run is that of the results that are kept."""
+"""Figures that README and the pages give of runs are those of the results, wherever these are kept."""
 
 import csv
 import json

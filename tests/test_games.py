@@ -147,6 +147,12 @@ def test_a_wrong_name_is_a_line(name, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_what_open_spiel_prints_of_a_wrong_parameter_is_no_second_line(capfd):
+    with pytest.raises(UserError):
+        load("open_spiel:kuhn_poker(players=30)")
+    assert capfd.readouterr().err == ""
+
+
 def test_a_game_of_chance_alone_is_a_line(monkeypatch):
     monkeypatch.setattr(open_spiel.OpenSpiel, "begin", lambda game, seed: SimpleNamespace(seat=None))
     with pytest.raises(UserError, match="^--env open_spiel:kuhn_poker: only chance moves in it$"):
@@ -214,6 +220,13 @@ def test_a_wrong_name_of_pettingzoo_is_a_line(name, message):
     with pytest.raises(UserError, match="^--env pettingzoo") as error:
         load(f"pettingzoo:{name}")
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_package_that_a_game_of_pettingzoo_takes_is_a_line(monkeypatch):
+    pytest.importorskip("pettingzoo")
+    monkeypatch.setitem(sys.modules, "shimmy", None)
+    with pytest.raises(UserError, match="takes a package that is not there: pip install 'pettingzoo"):
+        load("pettingzoo:hanabi_v5")
 
 
 def test_observations_of_pettingzoo_are_rendered_as_text():

@@ -247,6 +247,7 @@ def test_what_is_earned_without_a_move_counts_as_the_win_does():
     rollouts = [SimpleNamespace(turns=own, earned=paid) for own, paid in zip(turns, earned)]
     opponents = SimpleNamespace(args=ppo_llm.Args(num_agents=2, self_play=True))
     metrics = Opponents.metrics(opponents, 0, rollouts)
+    assert metrics.pop("reward_half_width_against_opponents") == pytest.approx(1.96 / 2**0.5)  # of 1 and -1
     assert metrics == {"reward_against_opponents": 0.0, "win_rate_against_opponents": 0.5}
 
 

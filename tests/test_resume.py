@@ -378,6 +378,41 @@ def test_a_run_on_what_python_gave_does_not_go_on_with_anything_else(tmp_path, r
     assert run.step == 3
 
 
+OWN_TASK = """
+def reward_func(*completions):
+    return [1.0] * len(completions[0])
+"""
+
+
+def go_on_with(rows, tmp_path, **flags):
+    """Begin or resume a run of a task's file on a file of rows."""
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "post {k}"}}\n' for k in range(rows)))
+    flags |= {"dataset": str(tmp_path / "rows.jsonl"), "task": str(tmp_path / "own.py"), "train_size": None}
+    args = ippo_llm.Args(**(FLAGS["ippo"] | {"eval_size": 1} | flags))
+    return ippo_llm.main(args, None, *small_model())[1]
+
+
+def test_data_that_have_changed_their_number_are_one_line(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_TASK)
+    go_on_with(13, tmp_path, output_dir="run", pause_at=1)
+    before = contents("run")
+    with pytest.raises(UserError, match="run is a run of 3 updates, and with the items that are here it has 2"):
+        go_on_with(9, tmp_path, resume="run")
+    assert contents("run") == before
+    assert go_on_with(9, tmp_path, resume="run", num_train_epochs=2).step == 4  # more epochs may be asked for
+
+
+def test_a_task_that_has_changed_is_said(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(OWN_TASK)
+    go_on_with(13, tmp_path, output_dir="run", pause_at=1)
+    go_on_with(13, tmp_path, resume="run", pause_at=2)
+    assert "has changed" not in capsys.readouterr().out
+    (tmp_path / "own.py").write_text(OWN_TASK.replace("1.0", "5.0"))
+    run = go_on_with(13, tmp_path, resume="run")
+    assert "own.py has changed since run was begun, or last resumed" in capsys.readouterr().out
+    assert [row["reward_mean"] for row in run.rows] == [1.0, 1.0, 5.0]
+
+
 # --- Forks that differ ------------------------------------------------------------------------------------------------
 
 

@@ -212,6 +212,12 @@ def with_groups(text):
     )
 
 
+def with_another_optimizer(text):
+    """ippo_llm.py with SGD for the actor."""
+    sgd = "torch.optim.SGD(self.actor.parameters(), lr=args.actor_learning_rate, momentum=0.9)"
+    return replaced(text, "models.adamw([self.actor], args.actor_learning_rate, args)", sgd)
+
+
 def reward_length(*completions):
     return [float(len("".join(texts))) for texts in zip(*completions)]
 
@@ -220,6 +226,7 @@ SMALL = {"rollout_buffer_size": 8, "train_size": 16, "num_train_epochs": 1, "eva
 COPIES = {  # the script, its edits, how many lines they may change, and flags
     "without a critic": ("ippo", without_a_critic, 75, {}),
     "with a clipped ratio": ("ippo", with_a_clipped_ratio, 8, {"update_epochs": 2}),
+    "with another optimiser": ("ippo", with_another_optimizer, 2, {}),
     "with groups": ("ppo", with_groups, 10, {"num_generations": 4, "train_size": 4, "num_turns": 2}),
 }
 

@@ -8,6 +8,7 @@ import functools
 import inspect
 import io
 import json
+import keyword
 import math
 import os
 import re
@@ -18,6 +19,7 @@ import tokenize
 import traceback
 import typing
 import unicodedata
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -117,6 +119,11 @@ def flags(cls):
     tuple. Numbers are those that float32 and int32 can hold: floats are finite (but for PositiveOrInf), 0 or of a size
     from 1e-30 to 1e30.
     """
+    for name, annotation in inspect.get_annotations(cls, eval_str=True).items():
+        kinds = [typing.get_origin(each) or each for each in (annotation, *typing.get_args(annotation))]
+        if any(isinstance(kind, type) and issubclass(kind, list | set | Path | Enum) for kind in kinds):
+            takes = "a number, a str, a Literal, or a tuple[...] of these, which config.json can keep"
+            raise TypeError(f"the flag {name} is to be {takes}; it is {annotation}")
     config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
     cls = pydantic.dataclasses.dataclass(config=config)(cls)
     check = cls.__init__
@@ -353,6 +360,7 @@ def help_groups(Args):
                 seen.add(name)
                 text += f" (also {', '.join(also[name])})" if name in also else ""
                 key = re.sub(r"\W+", "_", title.lower()).strip("_") if title else first
+                key = key if key.isidentifier() and not keyword.iskeyword(key) else f"flags_{key}"
                 _, helps = groups.setdefault(key, (about if key == first else None, {}))
                 helps[name] = (hints[name], text)
     return groups
@@ -434,7 +442,8 @@ def flags_of(folder, Args, what="--resume"):
         earlier = config["args"]
         there = set(earlier)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{what}: {path} can't be read: {type(error).__name__}: {one_line(error)}") from error
+        reason = "it is none of a run" if isinstance(error, KeyError) else f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{what}: {path} can't be read: {reason}") from error
     here = {field.name for field in dataclasses.fields(Args)}
     if there != here:
         differ = one_line(", ".join(sorted(there ^ here)), 80)

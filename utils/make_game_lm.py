@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from utils import distributed, models
 from utils.cli import UserError, check_needs, command_line, flags, not_with
 from utils.files import disk_errors, writing
-from utils.models.loading import load_model, load_tokenizer, without_bars
+from utils.models.loading import check_model, load_model, load_tokenizer, without_bars
 from utils.models.transcripts import UNLIMITED
 
 LIBRARIES = ("open_spiel", "pettingzoo")  # which say what is legal
@@ -116,6 +116,8 @@ def main(args):
     if not args.out or out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"the second argument is a folder to write, empty or not there yet, got {args.out!r}")
     game = importlib.import_module(f"utils.envs.{library}").make_game(name, args.env)
+    if args.model:
+        check_model(args.model, "--model", trust_remote_code=False)
     tokenizer = load_tokenizer(args.model or TINY, "--model")
     if tokenizer.eos_token_id is None:
         raise UserError(f"--model {args.model}: its tokenizer has no eos_token, which ends an answer")

@@ -60,11 +60,13 @@ class Opponents:
         return seats
 
     def metrics(self, update, rollouts):
-        """What the agent earned in its seat in an update, and how often it won there, {name: float}."""
+        """What the agent earned in its seat in an update, with half of its interval, and how often it won there."""
         seat = update % self.args.num_agents
-        earned = float(earned_by_seats(rollouts)[:, seat].mean())
+        earned = earned_by_seats(rollouts)[:, seat]
+        half_width = 1.96 * float(earned.std(correction=0)) / max(1, len(earned)) ** 0.5  # of the 95 % interval
         won = seat_metrics(rollouts)[f"agent_{seat}/win_rate"]
-        return {"reward_against_opponents": earned, "win_rate_against_opponents": won}
+        metrics = {"reward_against_opponents": float(earned.mean()), "win_rate_against_opponents": won}
+        return metrics | {"reward_half_width_against_opponents": half_width}
 
 
 class RunOpponents(Opponents):

@@ -8,7 +8,7 @@ A game of one player is any object with Gymnasium's two methods, where observati
 `reset` may do without the seed. A `close()`, if there is one, is called when the episode ends. An error that either
 method raises ends that episode alone, from which nothing is learned; anything else than the above ends the run. A
 module with such a class `Env`, or a function `make`, may have, beside it, optimum(num_turns) -> float, the expected
-score of an episode at best.
+score of an episode at best, and a task's metrics_callback.
 
 An environment of N players is a class TeamEnv(task, items, args) with the methods of the scripts' own:
 
@@ -28,7 +28,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,8 +82,8 @@ def load_env(env, args):
             raise UserError(f"{label}: {name}() gives an object of type {type_name(environment)}, without a {method}()")
     with blame(label, "close() failed"):
         close(environment)
-    optimum = getattr(module, "optimum", None)
-    game = SimpleNamespace(**({"optimum": optimum} if callable(optimum) else {}))
+    beside = {own: getattr(module, own, None) for own in ("optimum", "metrics_callback", "reward_processor")}
+    game = SimpleNamespace(**{own: function for own, function in beside.items() if callable(function)})
     return game, functools.partial(Games, factory)
 
 
@@ -302,7 +302,8 @@ def guarded(TeamEnv, label):
             names = ("observations", "rewards", "truncated")
             observations, rewards, truncated = check_length(result, f"step of {label}", names)
             with self.guard("step"):
-                truncated = truncated if isinstance(truncated, Mapping) else [*truncated]
+                is_row = isinstance(truncated, Iterable) and not isinstance(truncated, Mapping)
+                truncated = [*truncated] if is_row else truncated
             check_no_flags(truncated, f"truncated, which step of {label} returned,")
             with self.guard("step"):
                 truncated = set(truncated)
@@ -364,7 +365,8 @@ def guarded(TeamEnv, label):
 
 def check_no_flags(episodes, what):
     """Raise TaskError where each episode has a boolean, as in other libraries, in place of a set of some."""
-    if isinstance(episodes, Mapping) or any(isinstance(b, bool | numpy.bool_) for b in episodes):
+    is_row = isinstance(episodes, Iterable) and not isinstance(episodes, Mapping)
+    if not is_row or any(isinstance(b, bool | numpy.bool_) for b in episodes):
         raise TaskError(f"{what} is {one_line(repr(episodes), 80)}; it takes a set of episodes")
 
 

@@ -6,6 +6,8 @@ number costs 1, and a uniformly random legal action is played: the match goes on
 illegal answer, and the others are paid by the rules. Chance, and actions that stand in, follow from the item's seed.
 """
 
+import contextlib
+import os
 import random
 
 from utils.cli import UserError, one_line
@@ -34,9 +36,10 @@ def make_game(name, label):
     """The Game of a name, for any number of seats. Raises UserError."""
     game = OpenSpiel(load_game(name, label), label)
     try:
-        match = game.begin(0)
-        if match.seat is not None:
-            match.answers()
+        with no_stderr():
+            match = game.begin(0)
+            if match.seat is not None:
+                match.answers()
     except Exception as error:
         raise UserError(f"{label} does not start: {one_line(error)}") from error
     return game
@@ -52,7 +55,8 @@ def load_game(name, label):
     if short_name not in pyspiel.registered_names():
         raise UserError(f"{label}: OpenSpiel has no game of that name; see pyspiel.registered_names()")
     try:
-        game = pyspiel.load_game(name)
+        with no_stderr():
+            game = pyspiel.load_game(name)
         if game.get_type().dynamics == pyspiel.GameType.Dynamics.SIMULTANEOUS:
             game = pyspiel.convert_to_turn_based(game)
     except Exception as error:  # SpielError, and whatever else its C++ throws
@@ -66,6 +70,19 @@ def load_game(name, label):
     if has_own_chance and "rng_seed" not in kind.parameter_specification:
         raise UserError(f"{label}: its chance can't be drawn from a seed")
     return game
+
+
+@contextlib.contextmanager
+def no_stderr():
+    """Within it nothing is written to stderr: OpenSpiel's C++ prints there what it then throws."""
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 class OpenSpiel(Game):

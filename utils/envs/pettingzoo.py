@@ -47,6 +47,8 @@ def make_game(name, label):
     game = PettingZoo(module, parameters)
     try:
         game.begin(0).answers()
+    except ImportError as error:
+        raise UserError(f"{label} takes a package that is not there: pip install {PIN}") from error
     except Exception as error:
         raise UserError(f"{label} does not start: {describe(error)}") from error
     return game

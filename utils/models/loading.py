@@ -310,6 +310,8 @@ def add_padding(tokenizer, flag):
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
         raise UserError(f"{flag}: its tokenizer has no padding and no end token: set eos_token, and save it again")
+    # Of texts that are too long transformers would say that they fail; here they are left out, or cut
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     say_what_is_hidden(tokenizer, flag)
     return tokenizer
 
@@ -513,8 +515,12 @@ class ValueHead(nn.Sequential):
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         super().__init__(*layers, last)
+        self.depth = len(self)  # a module that a script adds is saved and learns, and is not called here
         self.to(policy.device)
 
     def forward(self, hidden_states):
         with torch.autocast(hidden_states.device.type, enabled=False):
-            return super().forward(hidden_states.float()).squeeze(-1)
+            x = hidden_states.float()
+            for layer in [*self][: self.depth]:
+                x = layer(x)
+            return x.squeeze(-1)

@@ -15,7 +15,6 @@ from utils.models.sharding import share, whole, whole_tensors
 
 BASE = "base.json"
 HEAD = "value_head.safetensors"
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
 
 
 def load_head(path, head):
@@ -77,7 +76,7 @@ def check_shapes(path, tensors, shapes):
 
 
 def save_optimizer(folder, optimizer, name="optimizer", **counts):
-    """Write the moments and steps of an AdamW optimizer as <name>.safetensors, the sizes of its groups beside them.
+    """Write an optimizer's state, of tensors, as <name>.safetensors, the sizes of its groups beside it.
 
     `counts`, numbers by name, stand beside the sizes.
     """
@@ -104,12 +103,14 @@ def load_optimizer(folder, optimizer, name="optimizer"):
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shapes = {}
     moments = {}
-    for k, parameter in enumerate(parameters):
-        if f"{k}.step" in tensors:  # a parameter that never had a gradient has no state
+    for k, parameter in enumerate(parameters):  # one that never had a gradient has no state
+        own = {place: x for place, x in tensors.items() if place.startswith(f"{k}.")}
+        shapes |= {place: x.shape for place, x in own.items()}
+        if own and isinstance(optimizer, torch.optim.Adam):  # AdamW is one
             shapes |= {f"{k}.step": (), f"{k}.exp_avg": parameter.shape, f"{k}.exp_avg_sq": parameter.shape}
-            moments[k] = {moment: tensors.get(f"{k}.{moment}") for moment in MOMENTS}
+        if own:
+            moments[k] = {place.partition(".")[2]: x for place, x in own.items()}
     check_shapes(path, tensors, shapes)
-    for k in moments:
-        for moment in MOMENTS[1:]:
-            moments[k][moment] = share(moments[k][moment], parameters[k])
+    for k, own in moments.items():
+        moments[k] = {name: share(x, parameters[k]) if x.shape == parameters[k].shape else x for name, x in own.items()}
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})

@@ -4,7 +4,7 @@ What utils ask of an agent, or of a team's critic, which has no actor:
 
     tokenizer     of transformers
     actor         a Policy (policy.py)
-    optimizers    a list of AdamW
+    optimizers    a list of torch's optimisers, such as AdamW, whose state is of tensors
     schedules     a list of torch's learning-rate schedules, stepped once an update
 
 and, if it has them, `reference` and `critic`, Policies too or None, `opponents`, a list of Policies, `value_head`, a

@@ -37,11 +37,13 @@ from utils.run.failures import explain
 from utils.run.folder import (
     OF_FOLDER,
     FolderArgs,
+    check_same_length,
     check_same_task,
     check_untrained,
     empty,
     outputs,
     run_folder,
+    say_what_changed,
     write_config,
 )
 from utils.run.fork import COPY, OF_REWARDS, copy_fork, first_of, fork_of, put_fork
@@ -216,11 +218,15 @@ class Run:
             distributed.decide(lambda: check_untrained(self.folder))
             distributed.say(f"{self.folder} has no checkpoint yet, and begins anew")
             return
+        if self.args.resume:
+            distributed.decide(lambda: check_same_length(self.folder, self.args, self.num_updates))
         here = distributed.world_size()
         there = len(state["random"])
         if there != here:
             differs = "tokens are sampled and mini-batches are drawn with other random numbers than there"
             distributed.say(f"{self.folder} was a run of {there} processes, and goes on in {here}: {differs}")
+        if self.args.resume:
+            distributed.decide(lambda: say_what_changed(self.folder, self.args, self.script))
         load_agents(path, self.agents)
         self.step = state["step"]
         self.saved_step = self.step

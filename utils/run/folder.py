@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from pydantic import NonNegativeInt, PositiveInt
 
 from utils.cli import UserError, find_run, flag_name, flags, flags_of, one_line
+from utils.distributed import say
 from utils.files import erase, read_json, whole_lines, write_whole
 
 PACKAGES = "torch transformers peft datasets tokenizers safetensors numpy pydantic tyro wandb matplotlib tqdm"
@@ -131,6 +133,15 @@ def check_same_task(folder, task):
         raise UserError(f"--resume: {folder} is a run of {own_task}, and here is {task}; {goes_on}")
 
 
+def check_same_length(folder, args, num_updates):
+    """Raise UserError where a run has more or fewer updates than it had by the same flags: its items are others."""
+    config = read_json(folder / "config.json")
+    there = config.get("num_updates", num_updates)
+    if there != num_updates and all(config["args"].get(name) == getattr(args, name) for name in OF_LENGTH):
+        with_these = f"with the items that are here it has {num_updates}: its data have changed"
+        raise UserError(f"--resume: {folder} is a run of {there} updates, and {with_these}")
+
+
 def is_run(folder):
     """Whether a folder has the config.json of a run."""
     try:
@@ -186,9 +197,25 @@ def write_config(folder, args, script, num_updates, fork, task):
         "fork": fork,
         "versions": versions(),
         "git_commit": git_commit(script),
+        "code": code_of(args, script),
     }
     write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
     return config
+
+
+def code_of(args, script):
+    """The SHA-256 of the script's file, and of those of a task or an environment, by name."""
+    files = [script, *(own for own in (args.task, args.env) if own and own.endswith(".py"))]
+    there = [Path(file) for file in files if os.path.isfile(file)]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in there}
+
+
+def say_what_changed(folder, args, script):
+    """Say which files of a run's code are not what they were when it was last begun or resumed."""
+    there = read_json(folder / "config.json").get("code", {})
+    changed = [name for name, digest in code_of(args, script).items() if there.get(name, digest) != digest]
+    if changed:
+        say(f"{', '.join(changed)} has changed since {folder} was begun, or last resumed: it goes on with what is here")
 
 
 def versions():

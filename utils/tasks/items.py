@@ -33,6 +33,7 @@ FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", 
 FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # what may stand after these
 FROM_PYTHON = " on rows given from Python"
+OF_NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0", "No columns to parse")  # what datasets says
 SPACE = re.compile(r"\s*")
 GUESSED = ("timestamp", "date", "time", "duration", "float")  # types that JSON's reader makes of other values
 
@@ -73,6 +74,7 @@ def find_items(task, args, least, train_dataset, eval_dataset):
             items = use_rows(given, name, rows, size, source)
         else:
             items = make_items(given, name, args.dataset, split, size or MADE_ITEMS, args.seed)
+            items = take(items, range(size)) if size and len(items) > size else items
             source = source if args.dataset else f"{split}_dataset of {name}"
         check_items(given, name, items, source)
         if split == "train" and len(items) < least:
@@ -126,11 +128,11 @@ def use_rows(task, name, rows, size, source):
     if not hasattr(task, "item_of"):
         return rows
     items = []
-    for k, row in enumerate(rows):
+    for row in rows:
         try:
             items.append(task.item_of(row))
         except Exception as error:
-            refused = f"{source} has a row that {name} can't use, number {k} from 0"
+            refused = f"{source} has a row that {name} can't use, {one_line(row, 80)}"
             raise UserError(f"{refused}: {describe(error)}") from error
     return items
 
@@ -141,7 +143,7 @@ def check_prompts(rows, columns, source):
         values = rows[column] if isinstance(rows, datasets.Dataset) else [row[column] for row in rows]
         for k, value in enumerate(values):
             if value is None or isinstance(value, float) and math.isnan(value):  # as pandas has it
-                raise UserError(f"{source} has a row without {column}, number {k} from 0: it is null")
+                raise UserError(f"{source} has a row without {column}, which is null there: {one_line(rows[k], 80)}")
     if rows and "prompt" in rows[0] and not all(isinstance(row.get("prompt"), str) for row in rows):
         return [row | {"prompt": as_prompt(row["prompt"])} if "prompt" in row else row for row in rows]
     return rows
@@ -183,7 +185,8 @@ def load_splits(name):
             return read_splits(str(Path(name).resolve()) if os.path.exists(name) else name)
     except Exception as error:
         cause = error.__cause__ or error  # where a row can't be read, the error itself does not say why
-        reason = "it has no rows" if isinstance(cause, StopIteration) else f"{type(cause).__name__}: {one_line(cause)}"
+        is_empty = isinstance(cause, StopIteration) or any(text in str(cause) for text in OF_NO_ROWS)
+        reason = "it has no rows" if is_empty else f"{type(cause).__name__}: {one_line(cause)}"
         if "Config name is missing" in str(cause):
             reason += f"; name one of them, --dataset {name}:CONFIG"
         raise UserError(f"--dataset {name} can't be loaded: {reason}") from error

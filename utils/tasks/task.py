@@ -261,9 +261,15 @@ def load_task(given, args, default):
 def load_game(given, args):
     """A game, of one player or of several, as a Task that has an environment of its own."""
     game, environment = envs.load_env(given, args)
+    check_processor(game, envs.label_of(given))
     whole = Task(game, envs.label_of(given), args)
     whole.TeamEnv = environment
     return whole
+
+
+def check_processor(task, name):
+    if hasattr(task, "reward_processor") and not hasattr(task, "reward_func"):
+        raise UserError(f"{name}: reward_processor has no effect without reward_func; it pays what step returns")
 
 
 def check(task, name, args, needed):
@@ -271,6 +277,7 @@ def check(task, name, args, needed):
     for attribute in needed:
         if not hasattr(task, attribute):
             raise UserError(f"{name} has no {attribute}")
+    check_processor(task, name)
     for attribute in (*NEEDED, *OPTIONAL):
         value = getattr(task, attribute, None)
         if attribute != "formatters" and hasattr(task, attribute) and not callable(value):
