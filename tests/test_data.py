@@ -322,10 +322,8 @@ def test_a_chat_is_a_prompt_wherever_a_text_is(case, source, tmp_path):
     assert CHAT in [sample["item"]["prompt"] for sample in run.log_files.samples]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "ppo"])  # whose own is a game
 def test_chats_train_the_scripts_own_task(script):
-    if script == "ppo":
-        return  # a game, which reads no data
     _, run = train(script, train_dataset=[{"prompt": CHAT}] * 4)
     assert TEXT.split("\n\n")[1] in run.log_files.samples[0]["prompts"][0]
 

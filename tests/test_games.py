@@ -357,9 +357,12 @@ def test_the_weight_of_the_entropy_is_lowered_over_the_run(tmp_path):
         args = ppo_llm.Args(**SMALL, env="guess", num_turns=1, output_dir=str(tmp_path / folder), **flags)
         return ppo_llm.main(args)[1].rows
 
-    held, lowered = train("held", entropy_coef=0.5), train("lowered", entropy_coef=0.5, entropy_coef_end=0.1)
+    held = train("held", entropy_coef=0.5, save_interval=1)
+    lowered = train("lowered", entropy_coef=0.5, entropy_coef_end=0.1)
     assert held[0]["agent_0/entropy"] == lowered[0]["agent_0/entropy"]  # the first update has the whole weight
-    assert held[1]["agent_0/grad_norm"] != lowered[1]["agent_0/grad_norm"]
+    other = train("other", entropy_coef=0.3, fork=str(tmp_path / "held/checkpoints/update_000001"))
+    norms = [rows[1]["agent_0/grad_norm"] for rows in (held, lowered, other)]
+    assert norms[1] == pytest.approx(norms[2], rel=1e-6) != norms[0]  # the second of two is halfway
     assert train("same", entropy_coef=0.5, entropy_coef_end=0.5)[1]["agent_0/grad_norm"] == held[1]["agent_0/grad_norm"]
     with pytest.raises(UserError, match="--entropy-coef-end has no effect without --entropy-coef"):
         train("none", entropy_coef_end=0.1)

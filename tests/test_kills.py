@@ -45,22 +45,25 @@ def stop_again_and_again(case, model, folder, stops, number, *more):
     """The folder of a run that was stopped so many times, at random moments, and went on each time."""
     name, flags = command(case, model)
     rng = random.Random(case)
+    num_stopped = 0
     while True:
         if (folder / "config.json").exists():
             process = start(name, "--resume", folder)
         else:
             process = start(name, *flags, *more, "--output-dir", folder, "--save-interval", "1")
         if stops:
-            if rng.random() < 0.85:
-                process.wait_until(lambda: "writing" in process.output)
-            process.join(rng.uniform(0, 1))
+            updates = num_rows(folder) + rng.randrange(3)  # of six or more
+            process.wait_until(lambda: "writing" in process.output and num_rows(folder) >= updates)
+            process.join(rng.uniform(0, 0.1))
             if process.exitcode is None:
                 process.signal(number)
         process.wait()
         assert process.exitcode in (0, -number, 128 + number), process.error
         if process.exitcode == 0:
+            assert num_stopped
             return folder
         stops -= 1
+        num_stopped += 1
 
 
 @every_case

@@ -344,6 +344,21 @@ def assert_same_metrics(metrics, parts):
         assert float(metrics[name]) == pytest.approx(expected, rel=1e-4, abs=1e-5), name
 
 
+def assert_rollout_metrics(metrics, tokens, step):
+    """Metrics of the tokens that an agent sampled, and the norm of the last gradient of its actor."""
+    right = {"kl": mean([float(x.logprob - x.reference) for x in tokens])}
+    right |= {"reference_logprob": mean([float(x.reference) for x in tokens])}
+    right |= {"grad_norm": sum(float(x.double().square().sum()) for x in step.gradients) ** 0.5}
+    for name, value in right.items():
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+def explained_variance(returns, values):
+    """The share of the variance of returns that a critic's values explain."""
+    errors = [R - float(V) for R, V in zip(returns, values, strict=True)]
+    return pytest.approx(1 - (deviation(errors) / deviation(returns)) ** 2, rel=1e-4, abs=1e-5)
+
+
 @pytest.fixture
 def initials(tokenizer):
     """A function of args: what agents start from."""
@@ -370,6 +385,10 @@ CASES = {
 }
 
 
+# As if earlier rollouts had been more different: what rewards or advantages are divided by falls slowly
+AFTER_OTHERS = ("ippo with a head", "iac with a head", "ppo of clipped turns")
+
+
 def cases(names, short):
     """Those of the short form, and the rest."""
     return [pytest.param(name, marks=[] if name in short else [pytest.mark.rest]) for name in names]
@@ -385,8 +404,8 @@ def test_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch, case):
     (initial,) = initials(args)
     agent = script.Agent(0, initial, 10, args)
     randomise([agent])
-    if script is ippo_llm:
-        agent.state["s"] = 9.0  # as if earlier rollouts had been more different
+    if case in AFTER_OTHERS:
+        agent.state = dict.fromkeys(agent.state, 9.0)
     transcripts = make_transcripts(script, agent.tokenizer, EPISODES)
     if case == "ppo of tokens":  # self-play: rows of a seat that acts in odd turns, and of one that acts in even turns
         for b, transcript in enumerate(transcripts):
@@ -403,6 +422,11 @@ def test_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch, case):
         exact = step[0].exact.gradients(loss)
         largest.append([assert_same(own.gradients, expected) for own, expected in zip(step, exact, strict=True)])
     assert_same_metrics(metrics, all_parts)
+    assert_rollout_metrics(metrics, sum(targets.old, []), steps[-2])
+    returns, values = (sum(own, []) for own in (targets.returns, targets.old_values))
+    assert float(metrics["explained_variance"]) == explained_variance(returns, values)
+    if case in AFTER_OTHERS:
+        assert [*agent.state.values()] == pytest.approx([0.98 * 9.0])
     assert min(mean(own) for own in zip(*largest)) > 1e-3
     assert 0.01 < float(mean([x.float() for x in targets.is_clipped])) < 0.95
     if script is ppo_llm:
@@ -450,13 +474,13 @@ def joint_values(critic, transcripts):
     return {turn: values[place] for turn, place in marks.items()}
 
 
-@pytest.mark.parametrize("flags", [{}, {"advantage_normalization": False, "reward_normalization": False}], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"advantage_normalization": False}], ids=str)
 def test_a_teams_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch, flags):
     args = make_args(maac_llm, kl_coef=0.2, num_agents=2, **flags)
     agents = [maac_llm.Agent(i, initial, 10, args) for i, initial in enumerate(initials(args))]
     critic = maac_llm.Critic(initials(args)[0], 10, args)
     randomise([*agents, critic])
-    critic.state["s"] = 9.0
+    critic.state["s"] = 0.0 if flags else 9.0
     teams = [
         make_transcripts(maac_llm, critic.critic.tokenizer, own, k) for k, own in enumerate((EPISODES, OTHER_EPISODES))
     ]
@@ -471,9 +495,7 @@ def test_a_teams_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch,
     earned = []  # in each turn
     for episode, turns in zip(episodes, critic_values):
         earned.append({turn: sum(own.earned.get(turn, 0.0) for own in episode) / 2 for turn in turns})
-    scale = 1.0
-    if args.reward_normalization:
-        scale = reward_scale(exact.learners[-1], [sum(own.values()) for own in earned if own], args)
+    scale = reward_scale(exact.learners[-1], [sum(own.values()) for own in earned if own], args)
     baseline = {}
     for turn in (1, 2, 3):
         to_go = [sum(own[t] for t in own if t >= turn) / scale for own in earned if turn in own]
@@ -509,6 +531,10 @@ def test_a_teams_losses_and_gradients_are_those_of_a_loop(initials, monkeypatch,
             loss = policy - args.entropy_coef * mean(entropy)
             assert assert_same(step.gradients, step.exact.gradients(loss)[i]) > 1e-3
         assert_same_metrics(metrics[i], parts)
+        assert_rollout_metrics(metrics[i], sum([own[i] for own in tokens], []), per_learner[i][-1])
+    assert critic.state["s"] == pytest.approx(scale - args.reward_norm_eps)
+    flat = [[own[turn] for own in episodes for turn in own] for episodes in (returns, old_values)]
+    assert float(critic_metrics["explained_variance"]) == explained_variance(*flat)
     parts = []
     for rows, step in zip(rows_of_steps, per_learner[2], strict=True):
         errors = []
@@ -572,6 +598,7 @@ def test_losses_and_gradients_of_groups_are_those_of_a_loop(initials, monkeypatc
         loss = policy - args.entropy_coef * mean(entropy)
         assert assert_same(step.gradients, step.exact.gradients(loss)[0]) > 1e-3
     assert_same_metrics(metrics, parts)
+    assert_rollout_metrics(metrics, sum(episodes, []), steps[-1])
 
 
 # --- Nothing to learn -------------------------------------------------------------------------------------------------

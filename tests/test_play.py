@@ -147,6 +147,17 @@ def test_a_turns_reward_is_processed_and_on_its_last_token(relay):
         assert (rollout.rewards != 0).sum() == sum(reward != 0 for rewards in expected for reward in rewards)
 
 
+def test_metrics_are_means_over_episodes_and_lengths_over_answers(relay):
+    """Agent 0 earns 0, 10.5 and 31.5, agent 1 earns 0, -0.5 and -1.5, in one, two and three turns."""
+    metrics = team_metrics(relay, several_turns=True)
+    team = torch.tensor([0.0, 5.0, 15.0])
+    right = {"reward_mean": float(team.mean()), "reward_std": float(team.std(correction=0)), "turns": 2.0}
+    right |= {"agent_0/reward_mean": 14.0, "agent_1/reward_mean": -2 / 3}
+    right |= {"turn_1/reward_mean": 2.5, "turn_2/reward_mean": 3.75, "turn_3/reward_mean": 5.0}
+    right |= {"agent_0/response_length": 2.0, "agent_1/response_length": 2.0}  # a digit and the end token
+    assert metrics == pytest.approx(right)
+
+
 def test_rows_are_padded_on_the_right(relay):
     for rollout in relay:
         lengths = rollout.attention_mask.sum(1)

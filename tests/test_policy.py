@@ -400,6 +400,27 @@ def test_what_vllm_refuses_to_sample_with_is_one_line():
         engine.Engine.generate(of_vllm, [[1]], {}, 0)
 
 
+@pytest.mark.parametrize("num_agents, rank", [(1, 0), (2, 4)])
+def test_whenever_agents_sample_an_engine_is_given_their_weights(base, tokenizer, monkeypatch, num_agents, rank):
+    """What vLLM makes of them is seen in test_vllm.py, which takes vLLM."""
+    calls = []
+    stub = object.__new__(engine.Engine)
+    stub.owner, stub.adapters = None, []
+    monkeypatch.setattr(engine, "find_engine", lambda *_: stub)
+    monkeypatch.setattr(engine.Engine, "load_weights", lambda _, model: calls.append(model))
+    monkeypatch.setattr(engine.Engine, "load_adapter", lambda _, i, save: calls.append(i))
+    monkeypatch.setattr(engine.Engine, "check", lambda *_: None)
+    monkeypatch.setattr(engine.Engine, "sample", lambda _, prompts, *rest: rest[-1])  # the numbers of the adapters
+    agents = make_team(base, tokenizer, num_agents=num_agents, lora_rank=rank)
+    args = make_args(lora_rank=rank, use_vllm=True)
+    right = [0, 1] if rank else [agents[0].actor.model]
+    for k in (1, 2):
+        with models.sampling(agents, args):
+            answers = [ippo_llm.generate(agent, [[5]] * 3, args, None) for agent in [*agents, *agents]]
+        assert calls == right * k
+        assert answers == [[i if rank else None] * 3 for i in range(num_agents)] * 2
+
+
 def test_a_critic_with_another_tokenizer_is_one_line(tmp_path, tokenizer):
     critic = critic_of(tmp_path / "critic")
     path = AutoTokenizer.from_pretrained(tokenizer.name_or_path).save_pretrained(tmp_path / "critic")

@@ -24,6 +24,7 @@ from processes import (
     saved_steps,
     start_two,
 )
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -200,6 +201,9 @@ def test_processes_that_sample_for_different_times_go_on_to_the_same_bits(script
     run = cut(tmp_path / "whole", tmp_path / "run")
     state = json.loads((run / "checkpoints/update_000001/state.json").read_text())
     assert len(state["random"]) == 2 and state["random"][0]["generator"] != state["random"][1]["generator"]
+    moments = load_file(run / "checkpoints/update_000001/agent_0/optimizer_0.safetensors")
+    steps = {int(x) for name, x in moments.items() if name.endswith("step")}
+    assert steps == {2}  # of four episodes each, those of both processes together
     finish_two(script, "--resume", run)
     assert_same(run, tmp_path / "whole")
 

@@ -45,6 +45,7 @@ from utils.files import WriteError, lock, whole_lines
 from utils.run import failures, folder, log, report
 from utils.run.metrics import agent_metrics
 from utils.same import timeless
+from utils.tasks import number
 from utils.tasks.calls import as_metric
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -59,7 +60,7 @@ def finished(tmp_path_factory):
     path = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("utils.run.log.draw_curves", report.draw_curves)
-        agents, run = train("ippo", folder=path, eval_interval=2, eval_size=4, use_separate_critic=True)
+        agents, run = train("ippo", folder=path, eval_interval=3, eval_size=4, use_separate_critic=True)
     return SimpleNamespace(agents=agents, run=run, folder=path)
 
 
@@ -82,7 +83,10 @@ def test_metrics_are_of_each_update(finished):
     rows = read_metrics(finished.folder)
     assert [row["global_step"] for row in rows] == ["4", "8", "12"]
     assert [float(row["epoch"]) for row in rows] == pytest.approx([1 / 3, 2 / 3, 1])
-    assert [bool(row["eval/reward_mean"]) for row in rows] == [True, True, True]  # the first, every other, the last
+    assert [bool(row["eval/reward_mean"]) for row in rows] == [True, False, True]  # the first and every third
+    for row in rows:
+        seconds = sum(float(row[f"time/{phase}"]) for phase in ("play", "reward", "learn"))
+        assert float(row["samples_per_second"]) == pytest.approx(4 / seconds, rel=1e-3)
     assert [float(row["reward_mean"]) for row in rows] == pytest.approx(
         [row["reward_mean"] for row in finished.run.rows]
     )
@@ -161,6 +165,21 @@ def test_evaluating_or_not_does_not_change_what_is_learned():
     assert [row | {"eval/reward_mean": ""} for row in with_evaluations] == without
 
 
+def test_held_out_items_are_played_with_the_same_draws_each_time():
+    calls = []
+
+    def note(*completions, items):
+        rewards = reward_length(*completions, items=items)
+        calls.append(([item["share"] for item in items], completions, rewards))
+        return rewards
+
+    _, run = train("ippo", note, eval_interval=1, eval_size=3, actor_learning_rate=0.0)
+    held_out = calls[1::2]
+    assert held_out == [held_out[0]] * 3 and calls[0][1] != calls[2][1]
+    assert held_out[0][0] == [item["share"] for item in number.eval_dataset(3, run.args.seed)]
+    assert [row["eval/reward_mean"] for row in run.rows] == pytest.approx([sum(held_out[0][2]) / 3] * 3)
+
+
 # --- Which folder -----------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +247,18 @@ def test_a_task_may_change_the_working_directory(is_stopped, tmp_path):
     assert names >= {"agent_0", "checkpoints", "samples.jsonl"}
     steps = [path.name for path in Path("run/checkpoints").iterdir()]
     assert max(steps) == f"update_{len(read_metrics('run')):06d}"
+
+
+def test_the_reference_is_the_actor_of_every_so_many_updates():
+    """After four updates it is the actor of before the third; a copy the other way would undo what was learned."""
+    flags = {"train_size": 16, "reference_update_interval": 2}
+    agents, run = train("ppo", folder="four", **flags)
+    earlier, _ = train("ppo", folder="two", pause_at=2, **flags)
+    for now, then in zip(agents, earlier):
+        reference = now.reference.parameters()
+        assert all(map(torch.equal, reference, then.actor.parameters()))
+        assert not all(map(torch.equal, reference, now.actor.parameters()))
+    assert [abs(row["kl"]) < 1e-6 for row in run.rows] == [True, False, True, False]
 
 
 def test_an_infinite_metric_is_not_a_number():
