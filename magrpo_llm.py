@@ -76,7 +76,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
     gamma: Fraction = 1.0  # discount factor per turn; what an agent earns while it waits is added to its last answer
     # subtracted from R_t: the mean of its group, the mean of the others in it, its maximum, or nothing
     advantage_mode: Literal["mean", "rloo", "max", "raw"] = "mean"
-    kl_coef: NonNegativeFloat = 0.03  # weight of the KL penalty in r_t, in rewards per nat
+    kl_coef: NonNegativeFloat = 0.03  # weight of the KL penalty in r_t, in rewards per nat; 0: no passes to measure it
     # divide A_t by the deviation of the group's R_t, KL penalty included; not with raw: it may be 0 where A_t is not
     advantage_normalization: bool = not_with("advantage_mode=raw", default=False)
 
@@ -363,8 +363,9 @@ def learn(agent, rollout, args, generator):
     ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     with torch.no_grad():
         for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
-            old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
-            ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
+            if args.kl_coef > 0:  # else nothing below needs them, nor the passes
+                old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
+                ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
 
     # 2. Returns: R_t in column t
     last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
@@ -402,13 +403,11 @@ def learn(agent, rollout, args, generator):
 
     # 5. Metrics: losses and entropy are means over optimiser steps, grad_norm is of the last, the others of the rollout
     policy_loss, mean_entropy = torch.stack(losses).sum(0) / (args.update_epochs * len(minibatches))
-    return {
-        "policy_loss": policy_loss,
-        "entropy": mean_entropy,
-        "grad_norm": grad_norm,
-        "kl": distributed.masked_mean(old_logprobs - ref_logprobs, mask),  # per token
-        "reference_logprob": distributed.masked_mean(ref_logprobs, mask),
-    }
+    metrics = {"policy_loss": policy_loss, "entropy": mean_entropy, "grad_norm": grad_norm}
+    if args.kl_coef > 0:
+        metrics["kl"] = distributed.masked_mean(old_logprobs - ref_logprobs, mask)  # per token
+        metrics["reference_logprob"] = distributed.masked_mean(ref_logprobs, mask)
+    return metrics
 
 
 # --- main -------------------------------------------------------------------------------------------------------------

@@ -261,6 +261,16 @@ def test_the_reference_is_the_actor_of_every_so_many_updates():
     assert [abs(row["kl"]) < 1e-6 for row in run.rows] == [True, False, True, False]
 
 
+def test_without_a_kl_penalty_magrpo_makes_no_passes_to_measure_it(monkeypatch):
+    passes = []
+    forward = SCRIPTS["magrpo"].policy_forward
+    monkeypatch.setattr(SCRIPTS["magrpo"], "policy_forward", lambda *given: passes.append(1) or forward(*given))
+    _, run = train("magrpo", folder="without", kl_coef=0.0, pause_at=1)
+    assert len(passes) == 2 and not {"kl", "reference_logprob"} & set(run.rows[0])  # one optimiser step of two agents
+    _, run = train("magrpo", folder="with", pause_at=1)
+    assert len(passes) == 8 and {"kl", "reference_logprob"} <= set(run.rows[0])
+
+
 def test_an_infinite_metric_is_not_a_number():
     assert as_metric(3, "a") == 3 and math.isnan(as_metric(math.inf, "a")) and math.isnan(as_metric(-1e40, "a"))
 
