@@ -237,6 +237,16 @@ SENTENCES = [  # page, a sentence, its figures
             first_rewards(run, part) for part in (slice(7, 10), slice(3)) for run in ("peer_real/comlrl_", "real/")
         ],
     ),
+    (
+        "benchmark/real.md",
+        "TRL's reward rises from {}, the mean of its first three updates, to {} in the last three of ten, ours from {} "
+        "to {} (",
+        lambda: [
+            f"{fmean(row['reward_mean'] for row in read_metrics(ROOT / 'benchmark' / run)[part]):.2f}"
+            for run in ("peer_real/trl_grpo", "reasoning/magrpo")
+            for part in (slice(3), slice(7, 10))
+        ],
+    ),
     ("docs/games.md", "falls from {} after the first update to {} after {} (one seed, `benchmark/leduc`)", leduc),
     (
         "docs/report.md",
