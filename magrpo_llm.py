@@ -363,7 +363,7 @@ def learn(agent, rollout, args, generator):
     ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     with torch.no_grad():
         for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
-            if args.kl_coef > 0:  # else nothing below needs them, nor the passes
+            if args.kl_coef > 0:  # at 0 nothing below reads them; a ratio of your own needs log pi_old at any weight
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
 

@@ -84,7 +84,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
 
     # Advantages
-    # what is an action; auto: a token in a rollout in which nobody gets beyond turn 1, else a turn
+    # what is an action; auto: for an agent that acts in turn 1 alone, in all of a rollout, a token, else a turn
     action_granularity: Literal["token", "turn", "auto"] = "token"
     # V of an answer: V before its first token, or the mean over its tokens, or V before its last; the last two bias A
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(

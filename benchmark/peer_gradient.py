@@ -27,7 +27,7 @@ class KeepGradient(TrainerCallback):
 
 
 def gradient_of(model):
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).cpu()  # TRL's has no GPU
 
 
 def gradient_of_trl(model, chats, score, args):
@@ -75,8 +75,8 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     flags = parser.parse_args()
     sizes = {"rollout_buffer_size": 32, "mini_batch_size": 32, "train_size": 32}
-    given = {"num_agents": 1, "kl_coef": 0.0, "max_grad_norm": 1e9}  # no clip
-    args = magrpo_llm.Args(model=(flags.model,), seed=flags.seed, **sizes, **given)
+    others = {"num_agents": 1, "kl_coef": 0.0, "max_grad_norm": 1e9, "mixed_precision": "no"}  # no clip, no bfloat16
+    args = magrpo_llm.Args(model=(flags.model,), seed=flags.seed, **sizes, **others)
     (initial,) = models.load(args)
     agent = magrpo_llm.Agent(0, initial, 1, args)
     task = tasks.load_task(None, args, default=magrpo_llm)

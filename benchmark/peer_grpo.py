@@ -72,8 +72,8 @@ class GRPO(Peer):
         """The rewards of lists of sampled ids, for the items of these numbers."""
         answers = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids]
         items = [self.items[k] for k in index]
-        task = (magrpo_llm, self.task, items, answers, self.args_of_task)
-        self.rewards = self.timed("reward", single_agent_rewards, *task)
+        arguments = (magrpo_llm, self.task, items, answers, self.args_of_task)
+        self.rewards = self.timed("reward", single_agent_rewards, *arguments)
         whole = [torch.tensor(self.prompts[k] + ids) for k, ids in zip(index, completion_ids)]
         self.rows = [(row, torch.arange(len(row)) >= len(self.prompts[k])) for k, row in zip(index, whole)]
         return self.rewards

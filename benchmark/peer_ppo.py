@@ -42,7 +42,7 @@ SINGLE = {"dtype": torch.float32}  # as ours; else it would be the file's, which
 
 
 class Peer:
-    """What both have in common: a row for each update."""
+    """What all of them have in common: a row for each update."""
 
     def __init__(self, flags):
         self.flags, self.done, self.seconds = flags, 0, {"sample": 0.0, "reward": 0.0, "learn": 0.0}

@@ -503,6 +503,8 @@ def test_an_argument_that_no_reward_func_is_given_is_one_line_at_the_start(tmp_p
         tasks.load_task(task, ippo_llm.Args(), ippo_llm)
     task.reward_func = lambda *texts, items, weight=2.0: [weight]
     tasks.load_task(task, ippo_llm.Args(), ippo_llm)
+    task.reward_func = lambda first, second, /, items: [1.0]
+    tasks.load_task(task, ippo_llm.Args(), ippo_llm)
     task.reward_func = lambda prompts, first, second: [1.0]
     with pytest.raises(UserError, match="has prompts among its first arguments, where the completions of 2 agents"):
         tasks.load_task(task, ippo_llm.Args(), ippo_llm)

@@ -4,7 +4,7 @@ import csv
 import json
 import re
 from functools import cache
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 from processes import ROOT
@@ -87,6 +87,16 @@ def bridge(script, seeds):
 def first_rewards(run, part):
     """The mean reward of some updates of IPPO on all weights of a real model."""
     return f"{fmean(row['reward_mean'] for row in read_metrics(ROOT / f'benchmark/{run}ippo')[part]):.2f}"
+
+
+def seconds_on_questions(place):
+    """Medians of an update's seconds, and of its sampling's: of TRL's and of our run on questions."""
+    rows = [read_metrics(ROOT / "benchmark" / run) for run in ("peer_real/trl_grpo_2", "reasoning/magrpo")]
+    parts = [
+        [(row[key], row[key] + row["time/reward"] + row["time/learn"]) for row in own]
+        for own, key in zip(rows, ("time/sample", "time/play"))
+    ]
+    return [f"{median(seconds[1 - place] for seconds in own):.0f}" for own in parts]
 
 
 def leduc():
@@ -236,6 +246,11 @@ SENTENCES = [  # page, a sentence, its figures
         lambda: [
             first_rewards(run, part) for part in (slice(7, 10), slice(3)) for run in ("peer_real/comlrl_", "real/")
         ],
+    ),
+    (
+        "benchmark/real.md",
+        "An update takes TRL {} s and ours {} s, of which {} and {} are sampling",
+        lambda: [*seconds_on_questions(0), *seconds_on_questions(1)],
     ),
     (
         "benchmark/real.md",

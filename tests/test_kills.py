@@ -52,7 +52,7 @@ def stop_again_and_again(case, model, folder, stops, number, *more):
         else:
             process = start(name, *flags, *more, "--output-dir", folder, "--save-interval", "1")
         if stops:
-            updates = num_rows(folder) + rng.randrange(3)  # of six or more
+            updates = num_rows(folder) + rng.randrange(3)  # a run has six or more
             process.wait_until(lambda: "writing" in process.output and num_rows(folder) >= updates)
             process.join(rng.uniform(0, 0.1))
             if process.exitcode is None:

@@ -448,7 +448,9 @@ def test_a_value_head_is_as_wide_as_the_states_that_it_reads():
         config = SimpleNamespace(**sizes)
         config.get_text_config = lambda config=config: config
         policy = SimpleNamespace(config=config, device="cpu")
-        assert loading.ValueHead(policy, ippo_llm.Args())(torch.ones(3, width)).shape == (3,)
+        head = loading.ValueHead(policy, ippo_llm.Args())
+        head.second = torch.nn.Linear(width, 2)  # of a script, which calls it itself
+        assert head(torch.ones(3, width)).shape == (3,)
 
 
 def test_the_critics_tokenizer_is_read_where_its_model_is(tmp_path, tokenizer):

@@ -442,7 +442,7 @@ def flags_of(folder, Args, what="--resume"):
         earlier = config["args"]
         there = set(earlier)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = "it is none of a run" if isinstance(error, KeyError) else f"{type(error).__name__}: {one_line(error)}"
+        reason = "no run wrote it" if isinstance(error, KeyError) else f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"{what}: {path} can't be read: {reason}") from error
     here = {field.name for field in dataclasses.fields(Args)}
     if there != here:

@@ -302,8 +302,7 @@ def guarded(TeamEnv, label):
             names = ("observations", "rewards", "truncated")
             observations, rewards, truncated = check_length(result, f"step of {label}", names)
             with self.guard("step"):
-                is_row = isinstance(truncated, Iterable) and not isinstance(truncated, Mapping)
-                truncated = [*truncated] if is_row else truncated
+                truncated = [*truncated] if is_row(truncated) else truncated
             check_no_flags(truncated, f"truncated, which step of {label} returned,")
             with self.guard("step"):
                 truncated = set(truncated)
@@ -363,10 +362,13 @@ def guarded(TeamEnv, label):
     return GuardedEnv
 
 
+def is_row(episodes):
+    return isinstance(episodes, Iterable) and not isinstance(episodes, Mapping)
+
+
 def check_no_flags(episodes, what):
     """Raise TaskError where each episode has a boolean, as in other libraries, in place of a set of some."""
-    is_row = isinstance(episodes, Iterable) and not isinstance(episodes, Mapping)
-    if not is_row or any(isinstance(b, bool | numpy.bool_) for b in episodes):
+    if not is_row(episodes) or any(isinstance(b, bool | numpy.bool_) for b in episodes):
         raise TaskError(f"{what} is {one_line(repr(episodes), 80)}; it takes a set of episodes")
 
 

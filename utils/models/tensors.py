@@ -112,5 +112,6 @@ def load_optimizer(folder, optimizer, name="optimizer"):
             moments[k] = {place.partition(".")[2]: x for place, x in own.items()}
     check_shapes(path, tensors, shapes)
     for k, own in moments.items():
-        moments[k] = {name: share(x, parameters[k]) if x.shape == parameters[k].shape else x for name, x in own.items()}
+        like = parameters[k]
+        moments[k] = {place: share(x, like) if x.shape == like.shape else x for place, x in own.items()}
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})

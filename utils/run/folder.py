@@ -215,7 +215,9 @@ def say_what_changed(folder, args, script):
     there = read_json(folder / "config.json").get("code", {})
     changed = [name for name, digest in code_of(args, script).items() if there.get(name, digest) != digest]
     if changed:
-        say(f"{', '.join(changed)} has changed since {folder} was begun, or last resumed: it goes on with what is here")
+        has = "has" if len(changed) == 1 else "have"
+        since = f"since {folder} was begun, or last resumed"
+        say(f"{', '.join(changed)} {has} changed {since}: it goes on with what is here")
 
 
 def versions():

@@ -18,8 +18,8 @@ def draw_curves(rows, path, title, optimum=None):
     from matplotlib.figure import Figure  # here, so that no start waits for it
 
     steps = [row["global_step"] for row in rows]
-    learned = r"(agent_\d+)/(?!reward_mean|response_length|win_rate).*"  # by those three seats have columns too
-    agents = dict.fromkeys(match[1] for key in rows[0] if (match := re.fullmatch(learned, key)))
+    of_learner = r"(agent_\d+)/(?!reward_mean|response_length|win_rate).*"  # a seat has these three, learner or not
+    agents = dict.fromkeys(match[1] for key in rows[0] if (match := re.fullmatch(of_learner, key)))
     figure = Figure(figsize=(12, 6.5))
     figure.suptitle(f"{title}: each update (pale), and means over up to nine", fontsize=10, parse_math=False)
     margins = {"left": 0.055, "right": 0.98, "top": 0.89, "bottom": 0.08, "wspace": 0.25, "hspace": 0.4}

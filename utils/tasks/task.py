@@ -301,11 +301,11 @@ def check(task, name, args, needed):
         except (Exception, SystemExit) as error:
             raise UserError(f"{name}: check failed: {describe(error)}") from error
     if hasattr(task, "reward_func"):
-        by_place = [own.name for own in parameters_of(task.reward_func) if own.kind is own.POSITIONAL_OR_KEYWORD]
-        for own_name in by_place[: args.num_agents]:
-            if own_name in REWARD_KNOWS:
+        by_place = [own for own in parameters_of(task.reward_func) if own.kind <= own.POSITIONAL_OR_KEYWORD]
+        for own in by_place[: args.num_agents]:
+            if own.name in REWARD_KNOWS and own.kind is own.POSITIONAL_OR_KEYWORD:
                 first = f"the completions of {args.num_agents} agents come first"
-                raise UserError(f"{name}: reward_func has {own_name} among its first arguments, where {first}")
+                raise UserError(f"{name}: reward_func has {own.name} among its first arguments, where {first}")
 
 
 def say_what_is_misspelt(task, name):
