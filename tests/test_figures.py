@@ -99,10 +99,10 @@ def seconds_on_questions(place):
     return [f"{median(seconds[1 - place] for seconds in own):.0f}" for own in parts]
 
 
-def leduc():
-    """Exploitability of Leduc poker after the first and the last update, and how many there were."""
-    rows = read_metrics(ROOT / "benchmark/leduc/reading__1")
-    return [*(f"{rows[k]['eval/exploitability']:.2f}" for k in (0, -1)), len(rows)]
+def leduc(*updates, rule="reading"):
+    """Exploitability of Leduc poker after some updates."""
+    rows = read_metrics(ROOT / f"benchmark/leduc/{rule}__1")
+    return [f"{rows[update - 1]['eval/exploitability']:.2f}" for update in updates]
 
 
 def reasoning():
@@ -276,7 +276,22 @@ SENTENCES = [  # page, a sentence, its figures
             for part in (slice(3), slice(7, 10))
         ],
     ),
-    ("docs/games.md", "falls from {} after the first update to {} after {} (one seed, `benchmark/leduc`)", leduc),
+    (
+        "docs/games.md",
+        "falls from {} after the first update to {} after 400 (one seed, `benchmark/leduc`)",
+        lambda: leduc(1, 400),
+    ),
+    (
+        "docs/games.md",
+        "the same seed comes from {} to {} after 100 updates and to {} after 200, soon before it was stopped, where "
+        "the run above has {}.",
+        lambda: [*leduc(1, 100, 200, rule="none"), *leduc(200)],
+    ),
+    (
+        "docs/games.md",
+        "it has {} after 100, where it was stopped and the run above has {}.",
+        lambda: [*leduc(100, rule="initial"), *leduc(100)],
+    ),
     (
         "docs/report.md",
         "comes to {}, {} and {} in exact reward",
