@@ -109,7 +109,8 @@ def load_optimizer(folder, optimizer, name="optimizer"):
         if own and isinstance(optimizer, torch.optim.Adam):  # AdamW is one
             shapes |= {f"{k}.step": (), f"{k}.exp_avg": parameter.shape, f"{k}.exp_avg_sq": parameter.shape}
         if own:
-            moments[k] = {place.partition(".")[2]: x for place, x in own.items()}
+            in_order = sorted(own, key=lambda place: (not place.endswith(".step"), place))  # that of AdamW
+            moments[k] = {place.partition(".")[2]: own[place] for place in in_order}
     check_shapes(path, tensors, shapes)
     for k, own in moments.items():
         like = parameters[k]
