@@ -136,10 +136,10 @@ def check_same_task(folder, task):
 def check_same_length(folder, args, num_updates):
     """Raise UserError where a run has more or fewer updates than it had by the same flags: its items are others."""
     config = read_json(folder / "config.json")
-    there = config.get("num_updates", num_updates)
-    if there != num_updates and all(config["args"].get(name) == getattr(args, name) for name in OF_LENGTH):
+    length = config.get("num_updates", num_updates)
+    if length != num_updates and all(config["args"].get(name) == getattr(args, name) for name in OF_LENGTH):
         with_these = f"with the items that are here it has {num_updates}: its data have changed"
-        raise UserError(f"--resume: {folder} is a run of {there} updates, and {with_these}")
+        raise UserError(f"--resume: {folder} is a run of {length} updates, and {with_these}")
 
 
 def is_run(folder):
@@ -206,18 +206,18 @@ def write_config(folder, args, script, num_updates, fork, task):
 def code_of(args, script):
     """The SHA-256 of the script's file, and of those of a task or an environment, by name."""
     files = [script, *(own for own in (args.task, args.env) if own and own.endswith(".py"))]
-    there = [Path(file) for file in files if os.path.isfile(file)]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in there}
+    paths = [Path(file) for file in files if os.path.isfile(file)]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def say_what_changed(folder, args, script):
     """Say which files of a run's code are not what they were when it was last begun or resumed."""
-    there = read_json(folder / "config.json").get("code", {})
-    changed = [name for name, digest in code_of(args, script).items() if there.get(name, digest) != digest]
-    if changed:
-        has = "has" if len(changed) == 1 else "have"
+    digests = read_json(folder / "config.json").get("code", {})
+    names = [name for name, digest in code_of(args, script).items() if digests.get(name, digest) != digest]
+    if names:
+        has = "has" if len(names) == 1 else "have"
         since = f"since {folder} was begun, or last resumed"
-        say(f"{', '.join(changed)} {has} changed {since}: it goes on with what is here")
+        say(f"{', '.join(names)} {has} changed {since}: it goes on with what is here")
 
 
 def versions():
