@@ -87,7 +87,7 @@ OTHER = {  # flag: another value, or (another value, other flags of both runs)
     "entropy_coef_end": (0.0, {"entropy_coef": 0.5}),
 }
 ELSEWHERE = """
-    chat_template_kwargs template_date self_play opponents opponent_interval opponent_run
+    chat_template_kwargs template_date self_play opponents opponent_interval opponent_run eval_against
     save_optimizer save_base save_interval keep_checkpoints output_dir overwrite resume fork pause_at model env dataset
     reward_timeout model_config critic_model_config critic_model_name_or_path attn_implementation trust_remote_code
     static_cache shard gradient_checkpointing torch_compiler lora_config merge_adapters load_checkpoint load_optimizer

@@ -212,14 +212,19 @@ def test_two_runs_of_the_same_second_have_folders_of_their_own(monkeypatch):
 
 @pytest.mark.parametrize(
     "flag, path",
-    [("model", ("run/agent_0",)), ("critic_model_name_or_path", ("run/critic",)), ("opponent_run", "run")],
+    [
+        ("model", ("run/agent_0",)),
+        ("critic_model_name_or_path", ("run/critic",)),
+        ("opponent_run", "run"),
+        ("eval_against", ("random", "run")),
+    ],
 )
 def test_what_a_run_begins_from_is_not_overwritten(flag, path):
     train("ippo", train_size=4)
     Path("run/critic").mkdir()
     Path("run/mine").mkdir()
     args = SCRIPTS["ppo"].Args(output_dir="run", overwrite=True, **{flag: path})
-    name = path if isinstance(path, str) else path[0]
+    name = path if isinstance(path, str) else path[-1]
     message = (
         f"^--{flag.replace('_', '-')} {name} is in run, and --overwrite would remove it: give another --output-dir$"
     )

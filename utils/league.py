@@ -54,6 +54,7 @@ class Side:
     seats: list
     args: Any
     module: Any
+    is_sampling: bool = False  # whether it plays within models.sampling
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Result:
     """What a player earned in a seat against another one in all other seats."""
 
     mean: float
-    half: float  # of the 95 % interval of the mean
+    half: float | None  # of the 95 % interval of the mean; None: of one match
 
 
 def load_sides(runs, script=None):
@@ -107,23 +108,11 @@ def play_league(runs, matches=200, seed=1, script=None):
     args.train_size, args.eval_size, args.seed = None, matches, seed
     game, _ = envs.load_env(args.env, args)
     _, items = envs.game_seeds(args, 1)
+    if has_random_player(game):
+        sides[RANDOM] = None
     players = [*sides]
-    if hasattr(game.begin(0), "answers"):
-        players.append(RANDOM)
     if len(players) == 1:
         raise UserError(f"--env {args.env} has no random player: it takes two runs or more")
-
-    def play(seating):
-        generator = distributed.generator(seed)
-        seated = []
-        for seat, name in enumerate(seating):
-            if name == RANDOM:
-                seated.append(RandomPlayer(f"{seed} {seat}"))
-            else:
-                side = sides[name]
-                seated.append(AgentPlayer(side.seats[seat], side.args, side.module, generator))
-        played = play_matches(seated, game.make_env(None, items, args), matches)
-        return numpy.array([match.earned for match in played])  # [matches, N]
 
     cells = [
         (own, seat, other) for own in players for seat in range(args.num_agents) for other in players if own != other
@@ -133,11 +122,33 @@ def play_league(runs, matches=200, seed=1, script=None):
     for own, seat, other in tqdm(cells, unit="pair", leave=False, dynamic_ncols=True):
         seating = tuple(own if k == seat else other for k in range(args.num_agents))
         if seating not in earned:
-            earned[seating] = play(seating)
-        rewards = earned[seating][:, seat]
-        half = 1.96 * rewards.std(ddof=1) / len(rewards) ** 0.5
-        results[own, seat, other] = Result(float(rewards.mean()), float(half))
+            earned[seating] = play_sides([sides[name] for name in seating], game, items, args, seed)
+        results[own, seat, other] = result_of(earned[seating][:, seat])
     return results
+
+
+def has_random_player(game):
+    """Whether the game says which answers are legal."""
+    return hasattr(game.begin(0), "answers")
+
+
+def play_sides(seating, game, items, args, seed):
+    """What each of N seats earns in a match of each item, [matches, N]; a seat has a Side, or None, a random player."""
+    generator = distributed.generator(seed)
+    players = []
+    for seat, side in enumerate(seating):
+        if side is None:
+            players.append(RandomPlayer(f"{seed + 1_000_003 * distributed.rank()} {seat}"))
+        else:
+            players.append(AgentPlayer(side.seats[seat], side.args, side.module, generator, side.is_sampling))
+    played = play_matches(players, game.make_env(None, items, args), len(items))
+    return numpy.array([match.earned for match in played]).reshape(len(items), len(seating))
+
+
+def result_of(rewards):
+    """The Result of what was earned in matches."""
+    half = 1.96 * float(rewards.std(ddof=1)) / len(rewards) ** 0.5 if len(rewards) > 1 else None
+    return Result(float(rewards.mean()), half)
 
 
 def as_table(results):

@@ -15,7 +15,7 @@ from utils.run.checkpoint import newest_whole
 
 # Flags that are not those of the run: of code, devices and folders, and of what the run itself started from
 NOT_TAKEN = """trust_remote_code shard use_vllm vllm_config resume fork pause_at overwrite load_checkpoint
-load_optimizer keep_reference fresh_critic merge_lora_configs""".split()
+load_optimizer eval_against keep_reference fresh_critic merge_lora_configs""".split()
 
 
 def load(folder, script, model=None, tokenizer=None, num_updates=1, **flags):

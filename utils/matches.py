@@ -7,6 +7,7 @@ A player has a seat in each of B matches, which are played at once:
     answer(episodes, env) -> {b: text} of these matches
 """
 
+import contextlib
 import random
 from dataclasses import dataclass
 
@@ -16,14 +17,15 @@ from utils import models
 class AgentPlayer:
     """An agent of a run, with that run's own sampling: it reads and writes transcripts as in training.
 
-    `module` is the run's script, `generator` torch's.
+    `module` is the run's script, `generator` torch's. With `is_sampling` the matches are within models.sampling.
     """
 
-    def __init__(self, agent, args, module, generator):
+    def __init__(self, agent, args, module, generator, is_sampling=False):
         self.agent = agent
         self.args = args
         self.module = module
         self.generator = generator
+        self.is_sampling = is_sampling
 
     def begin(self, num_matches):
         self.transcripts = [[] for _ in range(num_matches)]
@@ -35,7 +37,7 @@ class AgentPlayer:
 
     def answer(self, episodes, env):
         contexts = [self.transcripts[b] for b in episodes]
-        with models.sampling([self.agent], self.args):
+        with contextlib.nullcontext() if self.is_sampling else models.sampling([self.agent], self.args):
             answers = self.module.generate(self.agent, contexts, self.args, self.generator)
         for b, ids in zip(episodes, answers):
             self.transcripts[b] += ids

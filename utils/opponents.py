@@ -10,8 +10,12 @@ import random
 import sys
 from pathlib import Path
 
-from utils.cli import UserError
+import torch
+
+from utils import distributed, models
+from utils.cli import UserError, one_line
 from utils.distributed import say
+from utils.envs import game_seeds
 from utils.run.checkpoint import MANIFEST, digest, newest_whole
 from utils.run.metrics import earned_by_seats, seat_metrics
 
@@ -81,10 +85,7 @@ class RunOpponents(Opponents):
             raise UserError("--opponent-run has no effect with --use-vllm")
         self.agent = agent
         self.args = args
-        side = load_side(args)
-        game, own_game = (f"--env {each.env} --num-agents {each.num_agents}" for each in (side.args, args))
-        if game != own_game:
-            raise UserError(f"--opponent-run {args.opponent_run} is a run of {game}, and this is one of {own_game}")
+        side = load_side(args.opponent_run, "--opponent-run", args)
         checkpoint, _ = newest_whole(Path(args.opponent_run) / "checkpoints", tell=lambda _: None)
         self.met = {"run": args.opponent_run, "checkpoint": checkpoint.name, **digest(checkpoint / MANIFEST)}
         self.players = side.seats
@@ -103,12 +104,63 @@ class RunOpponents(Opponents):
         return self.with_agent([*self.players], update)
 
 
-def load_side(args):
-    """The run of --opponent-run as a Side: of a script of the project, or the one that runs. Raises UserError."""
+class EvalOpponents:
+    """Whom the agents meet in evaluations (--eval-against): runs of the same game, and a player that plays at random.
+
+    The agents sit in one seat after the other, and whom they meet in all others. A run's agents play with its newest
+    weights of when this run starts, and its own sampling. Raises UserError.
+    """
+
+    def __init__(self, game, args):
+        from utils.league import RANDOM, has_random_player
+
+        self.game = game
+        self.args = args
+        self.sides = {}  # by name; None: who plays at random
+        for given in args.eval_against:
+            name = one_line(Path(given).resolve().name, 80)
+            if name in self.sides or name == RANDOM and given != RANDOM:
+                raise UserError(f"--eval-against takes players of different names, and {given} is another {name}")
+            if given == RANDOM and not has_random_player(game):
+                raise UserError(f"--eval-against random: --env {args.env} does not say which answers are legal")
+            self.sides[name] = None if given == RANDOM else load_side(given, "--eval-against", args)
+
+    def scores(self, agents):
+        """What each seat earns in the held-out matches on average, and half of the 95 % interval: {name: float}."""
+        from utils.league import Side, play_sides, result_of, seats_of
+
+        _, items = game_seeds(self.args, 1)
+        own = Side("", seats_of(agents, self.args.num_agents), self.args, script_of(self.args), is_sampling=True)
+        rewards = {}  # {(seat, opponent's name): those of each match}
+        with models.sampling(own.seats, self.args):
+            for name, side in self.sides.items():
+                for seat in range(self.args.num_agents):
+                    seating = [side] * self.args.num_agents
+                    seating[seat] = own
+                    earned = play_sides(seating, self.game, distributed.share(items), self.args, self.args.seed)
+                    rewards[seat, name] = torch.from_numpy(earned[:, seat])
+        scores = {}
+        for (seat, name), own_rewards in rewards.items():
+            result = result_of(distributed.gather(own_rewards).numpy())
+            scores[f"eval/agent_{seat}/reward_against_{name}"] = result.mean
+            scores[f"eval/agent_{seat}/reward_half_width_against_{name}"] = result.half
+        return scores
+
+
+def script_of(args):
+    """The module of the script whose flags these are."""
+    return sys.modules[type(args).__module__]
+
+
+def load_side(run, flag, args):
+    """A run of this game, which the flag names, as a Side: of a script of the project, or the one that runs.
+
+    Raises UserError.
+    """
     from utils.enjoy import import_script, read_config  # they and the league import scripts
     from utils.league import load_sides
 
-    run, script = args.opponent_run, sys.modules[type(args).__module__].__file__
+    script = script_of(args).__file__
     try:
         config = read_config(run)
         try:
@@ -117,6 +169,10 @@ def load_side(args):
         except UserError as error:
             if Path(str(config.get("script"))).name != Path(script).name:
                 raise UserError(f"{run} is of another script, which is not run for it") from error
-        return load_sides([run], script)[0]
+        side = load_sides([run], script)[0]
     except UserError as error:
-        raise UserError(f"--opponent-run: {error}") from error
+        raise UserError(f"{flag}: {error}") from error
+    game, own_game = (f"--env {each.env} --num-agents {each.num_agents}" for each in (side.args, args))
+    if game != own_game:
+        raise UserError(f"{flag} {run} is a run of {game}, and this is one of {own_game}")
+    return side

@@ -103,7 +103,7 @@ def run_folder(args, script):
 def check_kept(folder, taken, args):
     """Raise UserError where what the run begins from is `taken` by an earlier run, and --overwrite would remove it."""
     removed = [path.resolve() for path in taken]
-    for name in ("model", "critic_model_name_or_path", "load_checkpoint", "opponent_run"):
+    for name in ("model", "critic_model_name_or_path", "load_checkpoint", "opponent_run", "eval_against"):
         paths = getattr(args, name, None) or ()
         for path in (paths,) if isinstance(paths, str) else paths:
             own = Path(path).resolve()

@@ -112,7 +112,8 @@ def outcome(rows, num_updates, optimum=None):
         text += "".join(f"; {agent}: {first_and_last(values)}" for agent, values in own.items())
     elif {(row["reward_mean"], row["reward_std"]) for row in rows} == {(rewards[0], 0.0)}:
         text += ": every episode earned the same"
-    for column in (EVAL_REWARD, *EXACT_SCORES):
+    against = {name for row in rows for name in row if re.fullmatch(r"eval/agent_\d+/reward_against_.*", name)}
+    for column in (EVAL_REWARD, *EXACT_SCORES, *sorted(against)):  # of --eval-against
         evaluated = [(k, row[column]) for k, row in enumerate(rows, 1) if row.get(column) is not None]
         if evaluated:
             update, value = evaluated[-1]

@@ -39,7 +39,7 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from utils import distributed, models
-from utils.cli import flags
+from utils.cli import flags, needs
 from utils.tasks.items import load_items, shuffled_batches
 from utils.tasks.task import load_task
 
@@ -56,6 +56,8 @@ class TaskArgs:
     # items to train on; none: all of --dataset, 1536 of a task's own, or 4800 games
     train_size: PositiveInt | None = None
     eval_size: PositiveInt = 64  # held-out items
+    # whom each seat of LIBRARY:GAME meets in evaluations, beside the team: random, and folders of runs
+    eval_against: tuple[str, ...] = needs("eval_interval", default=())
     max_prompt_length: PositiveInt | None = None  # most tokens of a prompt; none: all that the model has room for
     long_prompts: Literal["drop", "truncate"] = "drop"  # leave items with longer ones out, or cut them on the left
     reward_timeout: PositiveFloat | None = None  # seconds a call of reward_func, reset or step may take; none: any time

@@ -62,6 +62,7 @@ class Task:
         self.name = name
         self.args = args
         self.initials = None
+        self.eval_opponents = None
         check_timer(args.reward_timeout)
 
     def formatters(self, item, i):
@@ -165,8 +166,12 @@ class Task:
         return {one_line(name): as_metric(value, name) for name, value in metrics.items()}
 
     def scores(self, agents):
-        """Exact scores of the agents, where the game knows some: {name in metrics.csv: float}."""
-        return self.given.scores(agents, self.args) if isinstance(self.given, Game) else {}
+        """Of a game by name its exact scores of the agents, and what they earn against --eval-against: {name: float}.
+
+        The names are those in metrics.csv.
+        """
+        exact = self.given.scores(agents, self.args) if isinstance(self.given, Game) else {}
+        return exact | self.eval_opponents.scores(agents) if self.eval_opponents else exact
 
     def optimum(self, items):
         """The expected reward of an episode of these items at best; None: the task does not say. Raises UserError."""
@@ -235,6 +240,9 @@ def load_task(given, args, default):
     """
     if args.task and args.env:
         raise UserError(f"--env {args.env} and --task {args.task} are two things to train on; give one")
+    if args.eval_against and not (given is None and envs.of_library(args.env)):
+        games = ", ".join(f"{library}:GAME" for library in envs.LIBRARIES)
+        raise UserError(f"--eval-against has no effect without a game of several seats by name, --env {games}")
     if given is None:
         given = args.task or args.env or default
     if args.env and given is args.env or not isinstance(given, str) and envs.is_game(given):
@@ -264,6 +272,10 @@ def load_game(given, args):
     check_processor(game, envs.label_of(given))
     whole = Task(game, envs.label_of(given), args)
     whole.TeamEnv = environment
+    if args.eval_against:
+        from utils.opponents import EvalOpponents  # here, as it imports the environments
+
+        whole.eval_opponents = EvalOpponents(game, args)
     return whole
 
 
