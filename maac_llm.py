@@ -4,17 +4,17 @@ Each agent has its own actor. The team has one critic: a copy of agent 0's model
 --critic-model-name-or-path. The critic reads h_t, all that agents have read and written before they answer in turn t;
 agent i reads its own part h_t^i and gives answer a_t^i. log pi sums over an answer's tokens. `learn` computes in order:
 
-    c_t     = mean over agents of the reward that each gets in turn t         (always 0 in a zero-sum game)
+    c_t     = mean over agents of the reward that each gets in turn t         (0 in a zero-sum game: take iac_llm.py)
     e_t     = c_t / (s + reward_norm_eps)              s = max(std of sum_t c_t over episodes, 0.98 * last s)
     m_t     = mean of sum_{j >= t} e_j over the rollout's episodes that have a turn t (undiscounted, without KL)
     V(h_t)  = critic(h_t) + m_t                        m_t is not trained: the critic learns what is left
     r_t     = e_t - kl_coef * sum_i (log pi_old(a_t^i|h_t^i) - log pi_ref(a_t^i|h_t^i))  over agents i that act
-    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  TD error, the same for all agents; V_old = 0 after the last turn
+    A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the team's TD error; V_old = 0 after the last turn or a cut
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
     actor i   maximises  (mean over turns of log pi(a_t^i|h_t^i) A'_t) + entropy_coef * (mean over its tokens of H)
     critic    minimises  mean over turns of (V(h_t) - (r_t + gamma V_old(h_{t+1})))^2
 
-Means over turns are over a mini-batch's pairs (episode, turn) in which any agent acts: the term of one that waits is 0.
+Means over turns are over a mini-batch's pairs (episode, turn) in which any agent acts; an agent that waits adds 0.
 H is over agent i's sampled tokens. pi_old, V_old, m, r, A' are computed once per rollout: optimiser steps after the
 first are off-policy. pi_ref is the initial model. As on CoMLRL's page the policy loss has no ratio, no clip (PPO has
 both); s, m_t and the KL penalty are additions. Without normalisation e_t = c_t and A' = A.
@@ -61,7 +61,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
     # Rollouts
     rollout_buffer_size: PositiveInt = 32  # episodes per update, all processes together
     num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
-    num_turns: PositiveInt = 1  # most turns of an episode (your own TeamEnv has to keep it); the default task has one
+    num_turns: PositiveInt = 1  # most turns of an episode (your own TeamEnv must keep to it); the default task has one
     max_new_tokens: PositiveInt = 72  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
@@ -119,7 +119,7 @@ def reward_func(*completions, items):
 
 
 def external_transition(item, agent_completions):
-    """Returns an item's N next prompts, or None: the end, as here. Of a repeated chat only what is new is read."""
+    """Returns an item's N next prompts, or None: the end, as here. Of a chat that goes on only what is new is read."""
     return None
 
 
@@ -155,7 +155,7 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it, and is paid no more then. `play` does not count turns:
+    An episode ends when no observations have it or step cuts it: do not pay it after that. `play` does not count turns:
     keep to --num-turns. It cuts b if an agent has no room to answer: actions lack b from then on, earlier pay stays.
     Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
@@ -231,9 +231,9 @@ class Rollout:
     attention_mask: torch.Tensor  # [B, S] 1 on tokens, 0 on padding; for lengths
     turns: torch.Tensor  # [B, S] the turn in which the agent sampled the token; 0: it did not
     mask: torch.Tensor  # [B, S] True on tokens that the agent sampled, its end tokens included: where turns > 0
-    rewards: torch.Tensor  # [B, S] `earned` by answers (on the last token, until the next), for metrics and samples
+    rewards: torch.Tensor  # [B, S] on an answer's last token: rewards until the next answer; else 0; not read by learn
     answers: list  # B lists of texts, one for each turn in which the agent acted
-    earned: list  # B dicts {turn: reward}, also of turns in which others act: learn reads these
+    earned: list  # B dicts {turn: reward}, also of turns in which others act; learn reads these
     truncated: torch.Tensor  # [B] True where the episode was cut; unused here: learn takes a cut for an end
 
 
@@ -285,7 +285,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # By the chat template, after an end token if the answer lacks it; at most what the model can take
+                    # Messages by the chat template, after an end token if the answer lacks it; only what fits the model
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
@@ -359,14 +359,14 @@ def learn(agents, critic, rollouts, args, generator):
         critic.state["s"] = max(float(std), 0.98 * critic.state["s"])  # slow to fall: a tiny std would amplify noise
         rewards = rewards / (critic.state["s"] + args.reward_norm_eps)  # from here on e_t
 
-    # 2. V(h_t) = m_t + critic(h_t). m_t is a mean over the rollout (own episode included), not trained
+    # 2. m_t of V(h_t) = critic(h_t) + m_t: a mean over the rollout, own episode included, not trained
     rewards_to_go = rewards.flip(1).cumsum(1).flip(1)  # [B, T + 1] sum of e_j from each turn on
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_t in column t, 0 in column 0
 
     # 3. pi_old, pi_ref, r_t and V_old: each actor, each reference and the critic read the rollout, without gradients
     metrics = []  # a dict per agent, to which step 6 adds
     old_values = torch.zeros_like(rewards)  # V_old
-    turn_rewards = rewards  # r_t, after the loop has subtracted each agent's KL penalty
+    turn_rewards = rewards  # e_t, from which the loop subtracts each agent's KL penalty: then r_t
     with torch.no_grad():
         for agent, rollout in zip(agents, rollouts):
             mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
@@ -380,10 +380,10 @@ def learn(agents, critic, rollouts, args, generator):
             ref_logprob = distributed.masked_mean(ref_logprobs, mask)
             metrics.append({"kl": distributed.masked_mean(kl, mask), "reference_logprob": ref_logprob})
         # The texts that the critic reads (see critic_forward): {} and {} are the number of an acting agent and what it
-        # reads or writes in that turn. A text longer than the critic's context ends the run
+        # reads or writes in that turn. If the critic has no room for all before the last answers, the run ends
         joint = models.join_transcripts(agents, rollouts, critic, "Agent {} reads:\n{}\n\n", "Agent {} writes:\n{}\n\n")
         for rows in joint.attention_mask.sum(1).argsort().split(args.micro_batch_size):
-            old_values[rows] = critic_forward(critic, joint, rows, m) * acted[rows]  # no m_t past an end
+            old_values[rows] = critic_forward(critic, joint, rows, m) * acted[rows]  # 0 after an episode's last turn
 
     # 4. Advantages. Another algorithm puts its own here; num_generations neighbouring rows are of one item
     next_values = pad(old_values[:, 1:], (0, 1))  # V_old(h_{t+1}) in column t, 0 after the last turn
@@ -449,7 +449,7 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents followed by the critic, and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects; they beat flags.
+    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects, in place of flags.
     """
     args = args or Args()
     distributed.start(args)
@@ -464,7 +464,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
     critic = Critic(initials[0], len(batches), args)
 
-    with run.start([*agents, critic], generator):  # resumes; saves all (--save-interval, the end)
+    with run.start([*agents, critic], generator):  # resumes a run; saves it by --save-interval and at the end
         for update in run.updates():
             items = [item for item in distributed.share(batches[update]) for _ in range(args.num_generations)]
             rollouts = play(agents, task, items, args, generator)

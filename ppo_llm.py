@@ -2,9 +2,9 @@
 
 Each agent has its own actor and critic: adapters on a base that agents share (--lora-rank 0: whole models). With
 --no-use-separate-critic the critic is a value head on the actor, and the critic's loss trains the actor too. Turn k is
-the k-th step of the environment, a_t the t-th token that an agent samples (of turn k), h_t all read and written before:
+the environment's k-th step, a_t the t-th token that an agent samples (in turn k), h_t all it read and wrote before:
 
-    r_t     = its rewards from a_t until a_{t+1}       --reward-normalization divides them by the std of episodes' sums
+    r_t     = the agent's rewards from a_t to a_{t+1}  --reward-normalization divides them by the std of episodes' sums
     m_k     = mean of its undiscounted sum of r from turn k on, over the rollout's episodes in which it acts in turn k
     V(h_t)  = critic(h_t) + m_k                        m_k is not in PPO and not trained: the critic learns what is left
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t counts its actions through all turns
@@ -16,14 +16,14 @@ the k-th step of the environment, a_t the t-th token that an agent samples (of t
                                   R_t = A_t + V_old(h_t), V_clip = V_old(h_t) + clip(V(h_t) - V_old(h_t), -eps, eps)
 
 Old:   pi_old, V_old, m, A' and R are computed once per rollout; pi_ref is the initial policy or an older actor.
-End:   After its last action V_old(h_{t+1}) = 0, also where --num-turns ends a task or a one-player game. Only in an
-       episode that was cut, by its environment or for lack of room, is it critic(all read and written) + m_after.
+End:   After its last action V_old(h_{t+1}) = 0, also where --num-turns ends a task or a one-player game. In an episode
+       cut by its environment or for lack of room it is critic(all read and written) + m_after (mean_rewards_to_go).
 A':    (A - mean) / s, with mean and std over the rollout's actions, s = max(std, 0.98 * s of the previous update). This
        slow s is not in PPO. Without --advantage-normalization A' = A.
-Means: over a mini-batch's sampled tokens, of max(...) over answers with --turn-level-clip; the critic's over actions.
-Turns: with --action-granularity turn a whole answer is one action: r, V, delta, A and R are per answer, and all its
-       tokens have its A', while rho, d and H stay per token. V of an answer is that of its first token, unless
-       --turn-value-reduction says otherwise. With --turn-level-clip an answer has one rho, the product over its tokens.
+Means: the actor's is over a mini-batch's sampled tokens, the critic's over its actions.
+Turns: with --action-granularity turn a whole answer is one action, with one r, V, delta, A and R. All its tokens have
+       its A', while rho, d and H stay per token. Its V is that of its first token (--turn-value-reduction has others).
+       With --turn-level-clip it has one rho, the product over its tokens, and the mean of max(...) is over answers.
 
     python ppo_llm.py                                                                      guess a number
     python ppo_llm.py --task tldr --num-agents 2 --max-new-tokens 72 --gae-lambda 0.95     two agents summarise
@@ -32,7 +32,7 @@ Turns: with --action-granularity turn a whole answer is one action: r, V, delta,
 log pi and H use logits / temperature; --top-p, --top-k, --min-p and penalties act in sampling only. Models stay in eval
 mode, but --lora-dropout is on in passes with gradients. torchrun splits the episodes; means and gradients are over all.
 Shapes: N agents; B rows per process, one per episode, in self-play one per episode and seat of the agent; S columns of
-tokens, the last of them all padding; T last turn. A forward pass has M of the B rows, n tokens in them, hidden size D.
+tokens, the last all padding; T last turn. A forward pass has M of the B rows, n `places` in them, and hidden size D.
 Sources: AgileRL's page on LLMPPO, PPO (arXiv 1707.06347), LoRA (arXiv 2106.09685).
 """
 
@@ -47,7 +47,7 @@ from torch.nn.functional import pad
 from transformers import set_seed
 
 from utils import distributed, models, tasks
-from utils.cli import Fraction, command_line, flags, needs, not_with  # not_with("x=1"): an error if set while x is 1
+from utils.cli import Fraction, command_line, flags, needs, not_with  # not_with("x=1&y=2"): an error while both hold
 from utils.clock import timed
 from utils.envs.guess import guess_value, optimum  # noqa: F401  optimum: Env's best score, which utils plots
 from utils.opponents import make_opponents
@@ -78,13 +78,13 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
     num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
-    num_turns: PositiveInt = 6  # most turns of an episode (your own TeamEnv has to keep it)
+    num_turns: PositiveInt = 6  # most turns of an episode (your own TeamEnv must keep to it)
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
     temperature: PositiveFloat = 1.0  # logits are divided by it: to sample, and in log pi and H
 
     # Advantages
-    # what is an action; auto: for an agent that acts in turn 1 alone, in all of a rollout, a token, else a turn
+    # what is an action; auto: a turn if the agent acts after turn 1 in any episode of the rollout, else a token
     action_granularity: Literal["token", "turn", "auto"] = "token"
     # V of an answer: V before its first token, or the mean over its tokens, or V before its last; the last two bias A
     turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(
@@ -116,8 +116,8 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# An Env plays one episode. In TeamEnv's place utils.envs.Games plays B of them; step's truncated=True cuts one.
-# --task NAME or FILE.py: TeamEnv calls it through utils.tasks.Task; your functions get other arguments: docs/tasks.md.
+# An Env plays one episode; truncated=True cuts it. utils.envs.Games plays B of them, in place of TeamEnv below, which
+# plays tasks alone (--task NAME or FILE.py). The functions of a task, and which arguments they get: docs/tasks.md.
 
 
 class Env:
@@ -186,7 +186,7 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it, and is paid no more then. `play` does not count turns:
+    An episode ends when no observations have it or step cuts it: do not pay it after that. `play` does not count turns:
     keep to --num-turns. It cuts b if an agent has no room to answer: actions lack b from then on, earlier pay stays.
     Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
@@ -316,7 +316,7 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # By the chat template, after an end token if the answer lacks it; at most what the model can take
+                    # Messages by the chat template, after an end token if the answer lacks it; only what fits the model
                     own[b].extend(models.encode(chat, own[b].ids, agent))
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
@@ -396,9 +396,9 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     """m [B, S], the part of V that is not the critic's: m_k on the tokens of turn k, m_after at a cut end, 0 elsewhere.
 
     m_k: mean sum of rewards from turn k on, over episodes (the row's own included) in which the agent acts in turn k.
-    m_after, in a row whose last turn is k: the mean of what is earned by answers after turn k, over the episodes in
-    which the agent acts in turn k and again later; if there are none, m_k. With --no-turn-baseline both are one mean
-    over all turns and episodes. In self-play m_k is of the seats that act in turn k, of which a game may have several.
+    m_after, for a row whose last turn is k: what a cut episode would still have earned, which is taken to be the mean
+    sum of rewards after turn k over episodes in which the agent acts in turn k and again later; m_k if there are none.
+    With --no-turn-baseline both are one mean over all turns and episodes. In self-play a row is a seat in an episode.
     """
     last_turn = distributed.max(turns)  # T
     acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: acted in turn k
@@ -408,8 +408,7 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)  # in turn k and later
     rewards_after = pad(rewards_to_go[:, 1:], (0, 1))  # [B, T + 1] earned from its first action after turn k on
     m_after = distributed.masked_mean(rewards_after, acts_again, dim=0)
-    any_acts_again = distributed.sum(acts_again.sum(0)) > 0  # [T + 1] in any episode, of any process
-    m_after = m_after.where(any_acts_again, m)
+    m_after = m_after.where(distributed.sum(acts_again.sum(0)) > 0, m)  # m_k if it never acts again, in any process
     if not args.turn_baseline:
         m = m_after = distributed.masked_mean(rewards_to_go, acted).expand_as(m)
     return m[turns] * (turns > 0) + m_after[own_last_turn] * is_cut_end
@@ -418,7 +417,7 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens, 0 elsewhere: there log pi and H are 0, a ratio is 1
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H, so a ratio is 1
     lengths = rollout.attention_mask.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last_column = mask.shape[1] - 1  # padding in all rows
@@ -426,12 +425,13 @@ def learn(agent, rollout, args, generator):
     # 1. Actions: tokens or turns. The r, V, A and R of an action stand in the column of its last token
     if args.action_granularity == "token" or (args.action_granularity == "auto" and distributed.max(rollout.turns) < 2):
         action_column = columns  # [B, S] for each sampled token, the column of its action
-        action_mask = value_weights = mask  # [B, S] 1 where an action stands; a token's weight in V of its action
+        action_mask = mask  # [B, S] 1 where an action stands
+        value_weights = mask  # [B, S] the weight of V of a token in V of its action
     else:
         is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
-        action_mask = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))  # on the last
+        action_mask = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))  # 1 on its last
         ends = columns.where(action_mask > 0, last_column)  # on a turn's last token its own column, elsewhere S - 1
-        action_column = ends.flip(1).cummin(1).values.flip(1)  # the next end: of turns 0 1 1 0 2 2 0: 2 2 2 5 5 5 6
+        action_column = ends.flip(1).cummin(1).values.flip(1)  # the next end: 2 2 2 5 5 5 6 for turns 0 1 1 0 2 2 0
         tokens_of_turn = sum_by(action_column, mask, last_column).gather(1, action_column).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": action_mask}
         value_weights = reductions[args.turn_value_reduction]
@@ -472,7 +472,7 @@ def learn(agent, rollout, args, generator):
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)  # A'
     advantages = advantages.gather(1, action_column)  # [B, S] each sampled token has its action's; masks hide the rest
 
-    # 6. Optimiser steps
+    # 6. Optimiser steps: in each epoch actor and critic model read the rollout again, with gradients
     entropy_coef = args.entropy_coef
     if args.entropy_coef_end is not None:  # last_epoch: updates done
         entropy_coef += (args.entropy_coef_end - entropy_coef) * agent.schedules[0].last_epoch / agent.num_updates
@@ -493,8 +493,8 @@ def learn(agent, rollout, args, generator):
                     log_ratio = sum_by(action_column[rows], log_ratio, last_column)
                 ratio = log_ratio.clamp(max=80).exp()  # exp(89) is inf, whose gradient is NaN even where it is clipped
                 clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-                policy_error = torch.max(-advantages[rows] * ratio, -advantages[rows] * clipped_ratio)
-                policy_loss = (policy_error * ratio_mask[rows]).sum() / num_ratios
+                surrogate = torch.max(-advantages[rows] * ratio, -advantages[rows] * clipped_ratio)
+                policy_loss = (surrogate * ratio_mask[rows]).sum() / num_ratios
                 clip_fraction = ((ratio != clipped_ratio) * ratio_mask[rows]).sum() / num_ratios
                 kl_loss = torch.zeros_like(policy_loss)
                 if args.kl_loss_coef > 0:
@@ -553,7 +553,7 @@ def evaluate(agents, task, items, args):
 def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, eval_dataset=None):
     """Train a team; returns its agents and its Run. Raises UserError for what the user can fix.
 
-    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects; they beat flags.
+    From Python, `task` (or an environment), `model`, `tokenizer` and both datasets may be objects, in place of flags.
     """
     args = args or Args()
     distributed.start(args)
@@ -569,7 +569,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     players = agents * (args.num_agents // len(agents))  # one per seat; with --self-play the one agent in all
     opponents = make_opponents(agents[0], initials[0], args)  # None: no opponents, the players take all seats
 
-    with run.start(agents, generator):  # resumes; saves all (--save-interval, the end)
+    with run.start(agents, generator):  # resumes a run; saves it by --save-interval and at the end
         for update in run.updates():
             for agent in agents:
                 if update and args.reference_update_interval and update % args.reference_update_interval == 0:
