@@ -89,10 +89,7 @@ class RunOpponents(Opponents):
         checkpoint, _ = newest_whole(Path(args.opponent_run) / "checkpoints", tell=lambda _: None)
         self.met = {"run": args.opponent_run, "checkpoint": checkpoint.name, **digest(checkpoint / MANIFEST)}
         self.players = side.seats
-        for player in dict.fromkeys(self.players):
-            for name in OF_LEARNING:
-                vars(player).pop(name, None)
-            # They sample as many tokens as the learner does
+        for player in dict.fromkeys(self.players):  # they sample as many tokens as the learner does
             player.longest_prompt += side.args.max_new_tokens - args.max_new_tokens
 
     def seats(self, update):
@@ -148,8 +145,9 @@ class EvalOpponents:
 
 
 def script_of(args):
-    """The module of the script whose flags these are."""
-    return sys.modules[type(args).__module__]
+    """The module of the script whose flags these are, or a class that inherits from them."""
+    modules = [sys.modules[each.__module__] for each in type(args).__mro__]
+    return next(module for module in modules if hasattr(module, "generate"))
 
 
 def load_side(run, flag, args):
@@ -175,4 +173,7 @@ def load_side(run, flag, args):
     game, own_game = (f"--env {each.env} --num-agents {each.num_agents}" for each in (side.args, args))
     if game != own_game:
         raise UserError(f"{flag} {run} is a run of {game}, and this is one of {own_game}")
+    for player in side.seats:
+        for name in OF_LEARNING:
+            vars(player).pop(name, None)
     return side

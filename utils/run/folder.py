@@ -46,10 +46,11 @@ class FolderArgs:
 # Flags of how a run is kept and watched, and not of what it learns
 OF_FOLDER = {field.name for field in dataclasses.fields(FolderArgs)} - {"deterministic", "fork"}
 
-# Flags of how it is computed, which may differ where a run is resumed; those of its length may be larger
+# Flags of how it is computed, and whom it meets beside, which may differ where a run is resumed; those of its length
+# may be larger
 OF_MACHINE = set(
     """micro_batch_size hf_generate_chunk_size shard vllm_config gradient_checkpointing merge_adapters save_optimizer
-    save_base reward_timeout""".split()
+    save_base reward_timeout eval_against""".split()
 )
 OF_LENGTH = ("num_train_epochs", "max_episodes")
 
@@ -106,6 +107,8 @@ def check_kept(folder, taken, args):
     for name in ("model", "critic_model_name_or_path", "load_checkpoint", "opponent_run", "eval_against"):
         paths = getattr(args, name, None) or ()
         for path in (paths,) if isinstance(paths, str) else paths:
+            if (name, path) == ("eval_against", "random"):  # a player, and no folder
+                continue
             own = Path(path).resolve()
             if own == folder.resolve() or any(own.is_relative_to(each) for each in removed):
                 there = f"{flag_name(name)} {path} is in {folder}"
