@@ -17,8 +17,8 @@ samples in turn k (step k of the environment), h_t all that it has read and writ
                          V_clip = V_old(h_t) + clip(V(h_t) - V_old(h_t), -value_clip_range, value_clip_range)
 
 Losses are means over a mini-batch's sampled tokens. pi_old, V_old, m, A' and R are computed once per rollout, so all
-optimiser steps but the first (by default 3 of 4) are off-policy. They are not corrected: as on CoMLRL's page there is
-no ratio and no clip (ppo_llm.py has both). Additions: s, m_k, KL penalty. Without normalisation e_k = c_k, A' = A.
+optimiser steps but the first (by default 3 of 4) are off-policy, uncorrected: as on CoMLRL's page there is neither a
+ratio nor a clip (ppo_llm.py has both). Not on that page: s, m_k, the KL penalty. Without normalisation e = c, A' = A.
 
     python ippo_llm.py --num-agents 2 --use-separate-critic
     torchrun --nproc-per-node 2 ippo_llm.py --model Qwen/Qwen2.5-0.5B-Instruct --lora-rank 16
@@ -70,7 +70,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
     # Advantages
     gamma: Fraction = 1.0  # discount factor, from a sampled token to the next
-    gae_lambda: Fraction = 0.95
+    gae_lambda: Fraction = 0.95  # lambda of GAE, from a sampled token to the next, as gamma
     reward_normalization: bool = True  # divide rewards by the deviation s of what episodes earn
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to s
     kl_coef: NonNegativeFloat = 0.03  # weight of the KL penalty in r_t, in normalised rewards per nat
@@ -92,7 +92,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
-# is read. TeamEnv calls the last three through utils.tasks.Task: each gets the arguments of docs/tasks.md it names.
+# is read. TeamEnv calls the last three through utils/tasks/task.py: each gets what its signature names (docs/tasks.md).
 
 
 def train_dataset(size, seed):
@@ -124,7 +124,7 @@ def reward_func(*completions, items):
 
 
 def external_transition(item, agent_completions):
-    """Returns an item's N next prompts, or None: the end, as here. Of a chat that goes on only what is new is read."""
+    """Returns an item's N next prompts, or None to end its episode, as here. Of a prompt only what is new is read."""
     return None
 
 
@@ -132,7 +132,7 @@ def external_transition(item, agent_completions):
 
 
 class Agent:
-    """What learns. Run saves actor, optimizers and, if there, critic, state, value_head: your own modules go in it."""
+    """What learns. Run saves actor, optimizers and, if there, critic, state, value_head: add modules to value_head."""
 
     def __init__(self, i, initial, num_updates, args):
         self.tokenizer = initial.tokenizer  # initial: what the agent starts from, by models.load in main
@@ -155,8 +155,8 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it: do not pay it after that. `play` does not count turns:
-    keep to --num-turns. It cuts b if an agent has no room to answer: actions lack b from then on, earlier pay stays.
+    An episode ends when no observations have it or step cuts it: do not pay it after that. `play` does not limit turns:
+    keep to --num-turns. It cuts b where an agent has no room to answer: actions lack b from then on, earlier pay stays.
     Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -165,7 +165,7 @@ class TeamEnv:
     """
 
     def __init__(self, task, items, args):
-        self.task, self.items, self.args, self.turn = task, items, args, 0
+        self.task, self.items, self.args, self.turn = task, items, args, 0  # task: a Task of utils/tasks/task.py
         self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # [b][i]: chat, answer, chat ...
 
     def reset(self):
@@ -194,7 +194,7 @@ class TeamEnv:
         items = [self.items[b] for b in answers]
         histories = [self.histories[b] for b in answers]
         completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists: a team's is repeated
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists, the same for a team
         next_chats = {}
         if self.turn < self.args.num_turns:
             for b in answers:
@@ -285,8 +285,8 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # Messages by the chat template, after an end token if the answer lacks it; only what fits the model
-                    own[b].extend(models.encode(chat, own[b].ids, agent))
+                    # Messages go through the chat template, which adds the end token that the last answer may lack
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # without what the model has no room for
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
             actions = []
@@ -304,7 +304,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # then its last token ends an answer: who reads in a turn also answers in it
+                    if own[b].answers:  # its last token ends its latest answer: it reads only right before it answers
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # only now: this turn's rewards still count
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -317,7 +317,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Turn 0: not sampled."""
+    """The sums of x [B, S] by index [B, S], [B, last + 1]: entry [b, k] is the sum of x[b] where index[b] == k."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -334,7 +334,7 @@ def policy_forward(policy, rollout, rows, args):
 
 
 def critic_forward(agent, rollout, rows, hidden_states, m):
-    """V(h_t) = critic(h_t) + m_k, [M, S], 0 elsewhere. A head on the actor takes its hidden_states. m: [T + 1]."""
+    """V(h_t) = critic(h_t) + m_k, [M, S], 0 elsewhere. hidden_states [n, D]: the actor's, for a head on it."""
     mask = rollout.mask[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], before=mask).hidden_states
@@ -347,8 +347,7 @@ def gae(rewards, values, mask, gamma, gae_lambda):
     All tensors are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; 0 where mask is 0.
     """
     advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])
-    next_advantage = torch.zeros_like(values[:, 0])
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantages[:, t] = delta + gamma * gae_lambda * next_advantage
@@ -400,7 +399,7 @@ def learn(agent, rollout, args, generator):
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
             # Gradients are averaged over processes: a sum / the mean count then becomes the total sum / the total count
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # with no token the loss is 0
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 policy_loss = -(logprobs * advantages[rows] * mask[rows]).sum() / num_tokens
@@ -442,7 +441,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over held-out episodes with an answer, and over agents, of summed rewards; with the same seed each time."""
+    """An episode's summed rewards, a mean over agents and held-out episodes with an answer; always the same seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 

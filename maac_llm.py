@@ -87,7 +87,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticModelArgs,
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
-# is read. TeamEnv calls the last three through utils.tasks.Task: each gets the arguments of docs/tasks.md it names.
+# is read. TeamEnv calls the last three through utils/tasks/task.py: each gets what its signature names (docs/tasks.md).
 
 
 def train_dataset(size, seed):
@@ -119,7 +119,7 @@ def reward_func(*completions, items):
 
 
 def external_transition(item, agent_completions):
-    """Returns an item's N next prompts, or None: the end, as here. Of a chat that goes on only what is new is read."""
+    """Returns an item's N next prompts, or None to end its episode, as here. Of a prompt only what is new is read."""
     return None
 
 
@@ -155,8 +155,8 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it: do not pay it after that. `play` does not count turns:
-    keep to --num-turns. It cuts b if an agent has no room to answer: actions lack b from then on, earlier pay stays.
+    An episode ends when no observations have it or step cuts it: do not pay it after that. `play` does not limit turns:
+    keep to --num-turns. It cuts b where an agent has no room to answer: actions lack b from then on, earlier pay stays.
     Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -165,7 +165,7 @@ class TeamEnv:
     """
 
     def __init__(self, task, items, args):
-        self.task, self.items, self.args, self.turn = task, items, args, 0
+        self.task, self.items, self.args, self.turn = task, items, args, 0  # task: a Task of utils/tasks/task.py
         self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # [b][i]: chat, answer, chat ...
 
     def reset(self):
@@ -194,7 +194,7 @@ class TeamEnv:
         items = [self.items[b] for b in answers]
         histories = [self.histories[b] for b in answers]
         completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists: a team's is repeated
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists, the same for a team
         next_chats = {}
         if self.turn < self.args.num_turns:
             for b in answers:
@@ -285,8 +285,8 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # Messages by the chat template, after an end token if the answer lacks it; only what fits the model
-                    own[b].extend(models.encode(chat, own[b].ids, agent))
+                    # Messages go through the chat template, which adds the end token that the last answer may lack
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # without what the model has no room for
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
             actions = []
@@ -304,7 +304,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # then its last token ends an answer: who reads in a turn also answers in it
+                    if own[b].answers:  # its last token ends its latest answer: it reads only right before it answers
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # only now: this turn's rewards still count
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -317,7 +317,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Turn 0: not sampled."""
+    """The sums of x [B, S] by index [B, S], [B, last + 1]: entry [b, k] is the sum of x[b] where index[b] == k."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -441,7 +441,7 @@ def learn(agents, critic, rollouts, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over held-out episodes with an answer, and over agents, of summed rewards; with the same seed each time."""
+    """An episode's summed rewards, a mean over agents and held-out episodes with an answer; always the same seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 

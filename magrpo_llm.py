@@ -92,7 +92,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
 # --- The default task (--task takes another one) ----------------------------------------------------------------------
 # A task is these functions. It needs reward_func, and train_dataset or --dataset; without formatters an item's "prompt"
-# is read. TeamEnv calls the last three through utils.tasks.Task: each gets the arguments of docs/tasks.md it names.
+# is read. TeamEnv calls the last three through utils/tasks/task.py: each gets what its signature names (docs/tasks.md).
 
 
 def train_dataset(size, seed):
@@ -124,7 +124,7 @@ def reward_func(*completions, items):
 
 
 def external_transition(item, agent_completions):
-    """Returns an item's N next prompts, or None: the end, as here. Of a chat that goes on only what is new is read."""
+    """Returns an item's N next prompts, or None to end its episode, as here. Of a prompt only what is new is read."""
     return None
 
 
@@ -149,8 +149,8 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it: do not pay it after that. `play` does not count turns:
-    keep to --num-turns. It cuts b if an agent has no room to answer: actions lack b from then on, earlier pay stays.
+    An episode ends when no observations have it or step cuts it: do not pay it after that. `play` does not limit turns:
+    keep to --num-turns. It cuts b where an agent has no room to answer: actions lack b from then on, earlier pay stays.
     Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -159,7 +159,7 @@ class TeamEnv:
     """
 
     def __init__(self, task, items, args):
-        self.task, self.items, self.args, self.turn = task, items, args, 0
+        self.task, self.items, self.args, self.turn = task, items, args, 0  # task: a Task of utils/tasks/task.py
         self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # [b][i]: chat, answer, chat ...
 
     def reset(self):
@@ -188,7 +188,7 @@ class TeamEnv:
         items = [self.items[b] for b in answers]
         histories = [self.histories[b] for b in answers]
         completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists: a team's is repeated
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists, the same for a team
         next_chats = {}
         if self.turn < self.args.num_turns:
             for b in answers:
@@ -279,8 +279,8 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # Messages by the chat template, after an end token if the answer lacks it; only what fits the model
-                    own[b].extend(models.encode(chat, own[b].ids, agent))
+                    # Messages go through the chat template, which adds the end token that the last answer may lack
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # without what the model has no room for
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
             actions = []
@@ -298,7 +298,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # then its last token ends an answer: who reads in a turn also answers in it
+                    if own[b].answers:  # its last token ends its latest answer: it reads only right before it answers
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # only now: this turn's rewards still count
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -311,7 +311,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Turn 0: not sampled."""
+    """The sums of x [B, S] by index [B, S], [B, last + 1]: entry [b, k] is the sum of x[b] where index[b] == k."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -330,8 +330,8 @@ def policy_forward(policy, rollout, rows, args):
 def group_advantages(returns, acted, args):
     """A_t in column t, 0 where the agent did not act; from R_t (`returns`) and `acted`, 1 where it did: all [B, T + 1].
 
-    K neighbouring rows are the episodes of one item. The group of turn t is those of them in which the agent acted in
-    turn t: mean, maximum and standard deviation are over these. The only one of a group has A_t = 0, but for `raw`.
+    K neighbouring rows, all in one process, are the episodes of one item. The group of turn t is those of them in which
+    the agent acted in turn t: mean, maximum, standard deviation are over these. A group of one: A_t = 0, but for `raw`.
     """
     shape = returns.shape
     returns = returns.view(-1, args.num_generations, shape[1])  # [items, K, T + 1]
@@ -343,8 +343,7 @@ def group_advantages(returns, acted, args):
     elif args.advantage_mode == "rloo":  # the mean of the others is (count * mean - R_t) / (count - 1)
         advantages = (returns - mean) * count / (count - 1).clamp(min=1)
     elif args.advantage_mode == "max":
-        best = returns.masked_fill(acted == 0, -torch.inf).amax(1, keepdim=True)
-        advantages = returns - best
+        advantages = returns - returns.masked_fill(acted == 0, -torch.inf).amax(1, keepdim=True)
     else:  # raw
         advantages = returns
     if args.advantage_normalization:
@@ -371,9 +370,9 @@ def learn(agent, rollout, args, generator):
     last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column t: it acted in turn t
     token_rewards = rollout.rewards - args.kl_coef * (old_logprobs - ref_logprobs)
-    returns = sum_by(rollout.turns, token_rewards, last_turn)  # [B, T + 1] at first r_t
+    returns = sum_by(rollout.turns, token_rewards, last_turn)  # [B, T + 1] r_t in column t, which the loop makes R_t
     for t in reversed(range(1, last_turn)):
-        returns[:, t] += args.gamma * returns[:, t + 1]  # now R_t
+        returns[:, t] += args.gamma * returns[:, t + 1]
 
     # 3. Advantages, [B, T + 1]. Another algorithm puts its own here
     advantages = group_advantages(returns, acted, args)
@@ -385,7 +384,7 @@ def learn(agent, rollout, args, generator):
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
             # Gradients are averaged over processes: a sum / the mean count then becomes the total sum / the total count
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # with no token the loss is 0
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
@@ -415,7 +414,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over held-out episodes with an answer, and over agents, of summed rewards; with the same seed each time."""
+    """An episode's summed rewards, a mean over agents and held-out episodes with an answer; always the same seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 

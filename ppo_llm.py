@@ -91,7 +91,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
         "action_granularity=token", "action_granularity=auto&num_turns=1", default="first_value"
     )
     gamma: Fraction = 1.0  # discount factor, from action to action
-    gae_lambda: Fraction = 0.85  # 0.95 for long answers in one turn
+    gae_lambda: Fraction = 0.85  # lambda of GAE, from action to action, as gamma; 0.95 for long answers in one turn
     reward_normalization: bool = False  # divide rewards by the deviation of what episodes earn, if there is one
     reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
     turn_baseline: bool = True  # one m_k per turn; else a single mean over all turns
@@ -186,8 +186,8 @@ class TeamEnv:
 
     Your own: --env FILE.py with a class TeamEnv that has this __init__, reset and step; its items are {"seed": int}. If
     observations[i] has a key b, agent i reads that chat (messages or a string) and answers in episode b; else it waits.
-    An episode ends when no observations have it or step cuts it: do not pay it after that. `play` does not count turns:
-    keep to --num-turns. It cuts b if an agent has no room to answer: actions lack b from then on, earlier pay stays.
+    An episode ends when no observations have it or step cuts it: do not pay it after that. `play` does not limit turns:
+    keep to --num-turns. It cuts b where an agent has no room to answer: actions lack b from then on, earlier pay stays.
     Optional: `failed`, a set of episodes to learn nothing from. Example: agents that alternate, with opposite rewards:
 
         reset()                  -> [{b: chat}, {}]                                     agent 0 is to act
@@ -196,7 +196,7 @@ class TeamEnv:
     """
 
     def __init__(self, task, items, args):
-        self.task, self.items, self.args, self.turn = task, items, args, 0
+        self.task, self.items, self.args, self.turn = task, items, args, 0  # task: a Task of utils/tasks/task.py
         self.histories = [[[] for _ in range(args.num_agents)] for _ in items]  # [b][i]: chat, answer, chat ...
 
     def reset(self):
@@ -225,7 +225,7 @@ class TeamEnv:
         items = [self.items[b] for b in answers]
         histories = [self.histories[b] for b in answers]
         completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
-        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists: a team's is repeated
+        rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists, the same for a team
         next_chats = {}
         if self.turn < self.args.num_turns:
             for b in answers:
@@ -316,8 +316,8 @@ def play(agents, task, items, args, generator):
             turn += 1
             for agent, own, observed in zip(agents, transcripts, observations):  # 1. They read
                 for b, chat in observed.items():
-                    # Messages by the chat template, after an end token if the answer lacks it; only what fits the model
-                    own[b].extend(models.encode(chat, own[b].ids, agent))
+                    # Messages go through the chat template, which adds the end token that the last answer may lack
+                    own[b].extend(models.encode(chat, own[b].ids, agent))  # without what the model has no room for
                     if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
                         truncated.add(b)  # for all agents, before anyone answers
             actions = []
@@ -335,7 +335,7 @@ def play(agents, task, items, args, generator):
             for own, own_rewards in zip(transcripts, rewards):  # 3. They earn
                 for b in own_rewards.keys() - truncated:
                     own[b].earned[turn] = own_rewards[b]  # also before its first answer
-                    if own[b].answers:  # then its last token ends an answer: who reads in a turn also answers in it
+                    if own[b].answers:  # its last token ends its latest answer: it reads only right before it answers
                         own[b].rewards[-1] += own_rewards[b]
             truncated |= cut  # only now: this turn's rewards still count
     for b in getattr(env, "failed", ()):  # a game of --env raised an error: nothing is learned from its episode
@@ -348,7 +348,7 @@ def play(agents, task, items, args, generator):
 
 
 def sum_by(index, x, last):
-    """[B, last + 1] of x and index [B, S]: entry [b, k] sums x[b] where index[b] == k. Turn 0: not sampled."""
+    """The sums of x [B, S] by index [B, S], [B, last + 1]: entry [b, k] is the sum of x[b] where index[b] == k."""
     return x.new_zeros(len(x), last + 1).scatter_add(1, index, x)
 
 
@@ -382,8 +382,7 @@ def gae(rewards, values, mask, is_cut_end, gamma, gae_lambda):
     returns), where returns = A + V are the critic's targets; both are 0 where mask is 0.
     """
     advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])
-    next_advantage = torch.zeros_like(values[:, 0])
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantages[:, t] = delta + gamma * gae_lambda * next_advantage
@@ -483,7 +482,7 @@ def learn(agent, rollout, args, generator):
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
             # Gradients are averaged over processes: a sum / the mean count then becomes the total sum / the total count
-            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)
+            num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # with no token the loss is 0
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
             for rows in minibatch.split(args.micro_batch_size):
@@ -545,7 +544,7 @@ def learn(agent, rollout, args, generator):
 
 @timed
 def evaluate(agents, task, items, args):
-    """Mean over held-out episodes with an answer, and over agents, of summed rewards; with the same seed each time."""
+    """An episode's summed rewards, a mean over agents and held-out episodes with an answer; always the same seed."""
     rollouts = play(agents, task, distributed.share(items), args, distributed.generator(args.seed))
     return tasks.mean_reward(rollouts)
 
