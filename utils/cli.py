@@ -83,6 +83,7 @@ PositiveOrInf = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=True)]
 
 # Names that other libraries have for our flags, taken on the command line and from Python
 ALIASES = {
+    "model_name": "model",
     "max_steps": "max_episodes",
     "per_device_train_batch_size": "micro_batch_size",
     "micro_batch_size_per_gpu": "micro_batch_size",
