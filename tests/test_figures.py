@@ -42,6 +42,16 @@ def humaneval():
     return [f"{x:.2f}" for x in (*passes, *(rows[update - 1]["eval/reward_mean"] for update in (1, 8, 16)))]
 
 
+def illegal_answers():
+    """The percentage of illegal answers in the first and last five updates of IPPO, of PPO and of IPPO's own rates."""
+    ends = []
+    for run in ("ippo", "ppo", "ippo_slow"):
+        rates = [row["illegal_rate"] for row in read_metrics(ROOT / "benchmark/textarena" / run)]
+        assert len(rates) == 50
+        ends += [f"{fmean(part):.0%}".replace("%", " %") for part in (rates[:5], rates[-5:])]
+    return ends
+
+
 def exploitability(variant, seed):
     rows = read_metrics(ROOT / "benchmark/kuhn/results" / f"{variant}__{seed}")
     scores = [row["eval/exploitability"] for row in rows if row["eval/exploitability"] is not None]
@@ -140,6 +150,12 @@ SENTENCES = [  # page, a sentence, its figures
         "{} after 16",
         humaneval,
     ),
+    (
+        "docs/games.md",
+        "{} of the answers in the first five updates and {} in the last five with IPPO, {} and {} with PPO",
+        lambda: illegal_answers()[:4],
+    ),
+    ("docs/games.md", "mini-batches of 16 they hardly do: {} and {}", lambda: illegal_answers()[4:]),
     (
         "benchmark/README.md",
         "Five other runs on `code` fall by {:.2f} to {:.2f} of the reward",
