@@ -114,13 +114,13 @@ class EvalOpponents:
         self.game = game
         self.args = args
         self.sides = {}  # by name; None: who plays at random
-        for given in args.eval_against:
-            name = one_line(Path(given).resolve().name, 80)
-            if name in self.sides or name == RANDOM and given != RANDOM:
-                raise UserError(f"--eval-against takes players of different names, and {given} is another {name}")
-            if given == RANDOM and not has_random_player(game):
+        for player in args.eval_against:
+            name = one_line(Path(player).resolve().name, 80)
+            if name in self.sides or name == RANDOM and player != RANDOM:
+                raise UserError(f"--eval-against takes players of different names, and {player} is another {name}")
+            if player == RANDOM and not has_random_player(game):
                 raise UserError(f"--eval-against random: --env {args.env} does not say which answers are legal")
-            self.sides[name] = None if given == RANDOM else load_side(given, "--eval-against", args)
+            self.sides[name] = None if player == RANDOM else load_side(player, "--eval-against", args)
 
     def scores(self, agents):
         """What each seat earns in the held-out matches on average, and half of the 95 % interval: {name: float}."""
