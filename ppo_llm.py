@@ -65,7 +65,7 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, mode
     # earlier copies to keep; in each update one seat, in rotation, is the learner's, and random copies take the others
     opponents: NonNegativeInt = needs("self_play", default=0)
     opponent_interval: PositiveInt = needs("opponents", default=10)  # updates until the next copy replaces the oldest
-    opponent_run: str | None = needs("self_play")  # folder of another run, whose final agents are the opponents
+    opponent_run: str | None = needs("self_play")  # opponents: a run's final agents (its folder), or `random`
     use_separate_critic: bool = True  # the critic has its own adapters or model; else it is a value head on the actor
     lora_rank: NonNegativeInt = 16  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     use_separate_reference_adapter: bool = True  # the reference is a copy, which can be updated; else the initial model
@@ -566,7 +566,7 @@ def main(args=None, task=None, model=None, tokenizer=None, train_dataset=None, e
     generator = distributed.generator(args.seed)  # another one in each process
     agents = [Agent(i, initial, len(batches), args) for i, initial in enumerate(initials)]
     players = agents * (args.num_agents // len(agents))  # one per seat; with --self-play the one agent in all
-    opponents = make_opponents(agents[0], initials[0], args)  # None: no opponents, the players take all seats
+    opponents = make_opponents(agents[0], initials[0], task, args)  # None: no opponents, the players take all seats
 
     with run.start(agents, generator):  # resumes a run; saves it by --save-interval and at the end
         for update in run.updates():

@@ -14,9 +14,11 @@ from processes import finish, finish_two, largest_difference, start
 
 import ippo_llm
 import ppo_llm
+from utils import envs
 from utils.cli import UserError
 from utils.files import checkpoints
 from utils.load import load
+from utils.matches import RandomPlayer, play_matches
 from utils.models.weights import opponents_of
 from utils.opponents import Opponents, RunOpponents
 from utils.run.log import joint_samples
@@ -298,6 +300,72 @@ def test_a_run_of_another_script_is_a_line_and_one_of_the_script_that_runs_is_ta
     monkeypatch.setitem(sys.modules, "mine", None)  # and taken away again
     _, run = train(tmp_path / "new", **against(tmp_path / "run", max_episodes=4))
     assert "agent_0/reward_against_opponents" in run.rows[0]
+
+
+# --- A random player --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seat", [0, 1])
+def test_a_random_seat_draws_legal_answers(seat):
+    args = ppo_llm.Args(**FLAGS)
+    game, _ = envs.load_env(args.env, args)
+    game.random_seats = {1 - seat}
+    items = [{"seed": k} for k in range(4000)]
+    players = [RandomPlayer("1"), RandomPlayer("2")]
+    played = play_matches(players, game.make_env(None, items, args), len(items))
+    assert {own for match in played for own, _ in match.moves} == {seat}
+    earned = torch.tensor([match.earned for match in played])
+    value = [0.125, -0.125][seat]  # of a uniformly random player against itself
+    assert torch.all(earned.sum(1) == 0)
+    assert abs(float(earned[:, seat].mean()) - value) < 3.5 * float(earned[:, seat].std()) / 4000**0.5
+
+
+def test_random_seats_of_three_move_within_num_turns():
+    args = ppo_llm.Args(**FLAGS | {"env": "open_spiel:kuhn_poker(players=3)", "num_agents": 3, "num_turns": 3})
+    game, _ = envs.load_env(args.env, args)
+    game.random_seats = {0, 2}
+    env = game.make_env(None, [{"seed": k} for k in range(50)], args)
+    observations = env.reset()
+    assert [len(own) for own in observations] == [0, 50, 0] and env.moves == [1] * 50
+    observations, rewards, cut = env.step([{}, dict.fromkeys(range(50), "1"), {}])
+    assert env.moves == [3] * 50 and not rewards[0].keys() - range(50)
+    goes_on = {b for b, match in enumerate(env.matches) if match.seat is not None}
+    assert cut == goes_on and 0 < len(cut) < 50
+    assert all(own.keys() == cut for own in observations)
+
+
+def test_it_learns_from_its_seat_against_a_random_player_and_goes_on_to_the_bit(tmp_path, watched):
+    flags = against("random", eval_interval=1)
+    agents, run = train(tmp_path / "run", **flags)
+    assert len(watched) == 6 and not opponents_of(agents[0])
+    for update, note in enumerate(watched):
+        seat = update % 2
+        assert note["learned_from"] is note["rollouts"][seat] and note["rollouts"][seat].mask.any()
+        assert not note["rollouts"][1 - seat].mask.any()
+        row = run.rows[update]
+        assert row["agent_0/reward_against_opponents"] == pytest.approx(row[f"agent_{seat}/reward_mean"])
+    train(tmp_path / "paused", **flags, pause_at=3)
+    train(resume=str(tmp_path / "paused"), **flags)
+    assert all(compare(tmp_path / "paused", tmp_path / "run").values())
+
+
+@pytest.mark.slow
+def test_two_processes_meet_the_same_random_player(tmp_path, small_model):
+    flags = as_words(model=small_model, rollout_buffer_size=8, mini_batch_size=8, **against("random"))
+    flags += ["--top-k", 1, "--adam-epsilon", 1e-4, "--eval-interval", 3]
+    for name in ("--opponents", "--opponent-interval"):
+        k = flags.index(name)
+        del flags[k : k + 2]
+    finish("ppo_llm", *flags, "--output-dir", tmp_path / "one")
+    finish_two("ppo_llm", *flags, "--output-dir", tmp_path / "two")
+    assert_metrics_are_alike(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_random_player_without_legal_answers_is_a_line(tmp_path):
+    message = "^--opponent-run random takes a game that says what is legal: open_spiel, pettingzoo$"
+    with pytest.raises(UserError, match=message):
+        train(tmp_path / "run", **against("random", env=None, task="number"))
+    assert not (tmp_path / "run").exists()
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------

@@ -25,10 +25,9 @@ from utils import distributed, envs
 from utils.cli import UserError, command_line, flags, one_line, printable
 from utils.enjoy import import_script, is_of_project, read_config
 from utils.envs.exact import seats_of
+from utils.envs.seats import RANDOM, has_random_player
 from utils.load import load
 from utils.matches import AgentPlayer, RandomPlayer, play_matches
-
-RANDOM = "random"
 
 
 @flags
@@ -125,11 +124,6 @@ def play_league(runs, matches=200, seed=1, script=None):
             earned[seating] = play_sides([sides[name] for name in seating], game, items, args, seed)
         results[own, seat, other] = result_of(earned[seating][:, seat])
     return results
-
-
-def has_random_player(game):
-    """Whether the game says which answers are legal."""
-    return hasattr(game.begin(0), "answers")
 
 
 def play_sides(seating, game, items, args, seed):

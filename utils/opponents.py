@@ -2,7 +2,8 @@
 
 An agent that meets only itself as it is now can forget how it won against what it was. So it takes one seat, and the
 others are played by copies of its actor (--opponents): of the newest K that were taken, of which the oldest leaves for
-a new one. With --opponent-run a run's agents play there, as they were in the end, which do not change.
+a new one. With --opponent-run a run's agents play there, as they were in the end, which do not change, or with `random`
+whoever draws legal answers.
 """
 
 import copy
@@ -16,20 +17,23 @@ from utils import distributed, models
 from utils.cli import UserError, one_line
 from utils.distributed import say
 from utils.envs import game_seeds
+from utils.envs.seats import RANDOM, has_random_player
 from utils.run.checkpoint import MANIFEST, digest, newest_whole
 from utils.run.metrics import earned_by_seats, seat_metrics
 
 OF_LEARNING = ("optimizers", "schedules", "critic", "value_head", "reference")  # which a player does not need
 
 
-def make_opponents(agent, initial, args):
-    """The Opponents or RunOpponents of the flags, or None. Raises UserError."""
+def make_opponents(agent, initial, task, args):
+    """The Opponents of the flags, or None. Raises UserError."""
     if not args.opponents and args.opponent_run is None:
         return None
     if args.opponent_run is None:
         return Opponents(agent, initial, args)
     if args.opponents:
         raise UserError("--opponent-run has no effect with --opponents")
+    if args.opponent_run == RANDOM:
+        return RandomOpponents(agent, task.given, args)
     return RunOpponents(agent, args)
 
 
@@ -101,6 +105,27 @@ class RunOpponents(Opponents):
         return self.with_agent([*self.players], update)
 
 
+class RandomOpponents(Opponents):
+    """A player that draws legal answers at random. It moves within the environment: nobody has its transcripts."""
+
+    def __init__(self, agent, game, args):
+        if not has_random_player(game):
+            raise UserError("--opponent-run random takes a game that says what is legal: open_spiel, pettingzoo")
+        self.agent = agent
+        self.args = args
+        self.game = game
+        self.idle = copy.copy(agent)  # sits where nothing is observed
+
+    def seats(self, update):
+        seats = self.with_agent([self.idle] * self.args.num_agents, update)
+        self.game.random_seats = {k for k, player in enumerate(seats) if player is self.idle}
+        return seats
+
+    def metrics(self, update, rollouts):
+        self.game.random_seats = ()  # an evaluation has the agent in all seats
+        return super().metrics(update, rollouts)
+
+
 class EvalOpponents:
     """Whom the agents meet in evaluations (--eval-against): runs of the same game, and a player that plays at random.
 
@@ -109,8 +134,6 @@ class EvalOpponents:
     """
 
     def __init__(self, game, args):
-        from utils.league import RANDOM, has_random_player
-
         self.game = game
         self.args = args
         self.sides = {}  # by name; None: who plays at random

@@ -10,12 +10,15 @@ A library's games become such an environment by a subclass of Game. Its begin(se
 and, if the library knows it, answers() -> texts that whoever is to move may say.
 """
 
+import random
+
 import torch
 
 from utils import distributed
 from utils.cli import UserError
 from utils.distributed import say
 
+RANDOM = "random"  # who draws legal answers, where players are named
 LARGEST_SEED = 2**31 - 1  # that a library's own chance takes
 
 
@@ -25,6 +28,7 @@ class Game:
     illegal_cost = 0.0  # what an illegal answer takes from its seat, beside what the game itself says
     is_zero_sum = False  # by its rules, as far as that is known
     has_told_of_cuts = False
+    random_seats = ()  # whose moves are random legal answers, made within the environment: nobody observes these seats
 
     def __init__(self, num_seats):
         self.num_seats = num_seats
@@ -54,12 +58,23 @@ class Seats:
         self.game = game
         self.seeds = [item["seed"] for item in items]
         self.num_turns = args.num_turns
-        self.turn = 0
+        self.moves = [0] * len(items)  # made in each match
+        self.random_seats = game.random_seats
+        self.random = [random.Random(f"random seats {seed}") for seed in self.seeds]
 
     def reset(self):
         self.matches = [self.game.begin(seed) for seed in self.seeds]
+        self.returns = [match.returns() for match in self.matches]  # that were paid
         self.game.counts |= {seed: [0, 0] for seed in self.seeds}
+        for b in range(len(self.seeds)):
+            self.play_random_seats(b)
         return self.observe(range(len(self.seeds)), set())
+
+    def play_random_seats(self, b):
+        match = self.matches[b]
+        while match.seat is not None and match.seat in self.random_seats and self.moves[b] < self.num_turns:
+            match.move(self.random[b].choice(match.answers()))
+            self.moves[b] += 1
 
     def observe(self, episodes, cut):
         observations = [{} for _ in range(self.game.num_seats)]
@@ -71,25 +86,30 @@ class Seats:
         return observations
 
     def step(self, actions):
-        self.turn += 1
         rewards = [{} for _ in actions]
         moved = [(b, seat, answer) for seat, own in enumerate(actions) for b, answer in own.items()]
         for b, seat, answer in moved:
             match = self.matches[b]
-            before = match.returns()
             is_illegal = not match.move(answer)
-            for own, old, new in zip(rewards, before, match.returns()):
+            self.moves[b] += 1
+            self.play_random_seats(b)
+            for own, old, new in zip(rewards, self.returns[b], match.returns()):
                 own[b] = new - old
+            self.returns[b] = match.returns()
             rewards[seat][b] -= self.game.illegal_cost * is_illegal
             count = self.game.counts[self.seeds[b]]
             count[0] += is_illegal
             count[1] += 1
-        is_last = self.turn == self.num_turns
-        cut = {b for b, _, _ in moved if is_last and self.matches[b].seat is not None}
+        cut = {b for b, _, _ in moved if self.moves[b] >= self.num_turns and self.matches[b].seat is not None}
         if cut and len(cut) == len(self.matches) and not self.game.has_told_of_cuts:
             self.game.has_told_of_cuts = True
             say(f"--num-turns {self.num_turns} cuts all {len(cut)} matches before their end")
         return self.observe([b for b, _, _ in moved], cut), rewards, cut
+
+
+def has_random_player(game):
+    """Whether it is a game by name that says which answers are legal."""
+    return isinstance(game, Game) and hasattr(game.begin(0), "answers")
 
 
 def check_seats(label, num_seats, args):

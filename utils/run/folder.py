@@ -107,7 +107,7 @@ def check_kept(folder, taken, args):
     for name in ("model", "critic_model_name_or_path", "load_checkpoint", "opponent_run", "eval_against"):
         paths = getattr(args, name, None) or ()
         for path in (paths,) if isinstance(paths, str) else paths:
-            if (name, path) == ("eval_against", "random"):  # a player, and no folder
+            if name in ("eval_against", "opponent_run") and path == "random":  # a player, and no folder
                 continue
             own = Path(path).resolve()
             if own == folder.resolve() or any(own.is_relative_to(each) for each in removed):
