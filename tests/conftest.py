@@ -91,7 +91,7 @@ EVERY = {
 
 # Files of runs that are forked from a process that has imported everything. They stand first, so that one worker has
 # them all: it takes ten seconds to start that process, and pytest-xdist takes tests from the end of a worker's queue.
-FILES_WITH_FORKS = "crashes kills opponents ppo_processes processes".split()
+FILES_WITH_FORKS = "crashes eval_against kills opponents ppo_processes processes".split()
 
 
 def pytest_configure(config):
