@@ -52,6 +52,16 @@ def illegal_answers():
     return ends
 
 
+def rewards_at_first():
+    """The first rewards of the main table by task, the lowest to the highest, as the README rounds them."""
+    table = (ROOT / "benchmark/README.md").read_text().partition("<!-- main -->")[2].partition("<!-- end -->")[0]
+    rewards = {}
+    for task, reward in re.findall(r"^\| (\w+) \| [^|]+ \| 5 \| (-?[\d.]+) \|", table, re.M):
+        rewards.setdefault(task, []).append(float(reward))
+    ranges = [[f"{bound(rewards[task]):.1f}" for bound in (min, max)] for task in ("tldr", "number", "code", "guess")]
+    return [" to ".join(dict.fromkeys(own)) for own in ranges]
+
+
 def exploitability(variant, seed):
     rows = read_metrics(ROOT / "benchmark/kuhn/results" / f"{variant}__{seed}")
     scores = [row["eval/exploitability"] for row in rows if row["eval/exploitability"] is not None]
@@ -144,6 +154,7 @@ def test_the_runs_that_fall_are_those_of_the_page():
 
 
 SENTENCES = [  # page, a sentence, its figures
+    ("README.md", "in its first update it earns {}, {}, {} and {}.", rewards_at_first),
     (
         "benchmark/real.md",
         "earned {} and {} of 4 in its passes, and on the held-out problems {} after the first update, {} after 8 and "

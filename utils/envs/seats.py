@@ -72,7 +72,7 @@ class Seats:
 
     def play_random_seats(self, b):
         match = self.matches[b]
-        while match.seat is not None and match.seat in self.random_seats and self.moves[b] < self.num_turns:
+        while match.seat in self.random_seats and self.moves[b] < self.num_turns:
             match.move(self.random[b].choice(match.answers()))
             self.moves[b] += 1
 
@@ -93,9 +93,10 @@ class Seats:
             is_illegal = not match.move(answer)
             self.moves[b] += 1
             self.play_random_seats(b)
-            for own, old, new in zip(rewards, self.returns[b], match.returns()):
+            returns = match.returns()
+            for own, old, new in zip(rewards, self.returns[b], returns):
                 own[b] = new - old
-            self.returns[b] = match.returns()
+            self.returns[b] = returns
             rewards[seat][b] -= self.game.illegal_cost * is_illegal
             count = self.game.counts[self.seeds[b]]
             count[0] += is_illegal
