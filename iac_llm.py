@@ -358,6 +358,7 @@ def td_error(rewards, values, acted, gamma):
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H, so a ratio is 1
+    lengths = rollout.attention_mask.sum(1)  # [B] rows of like length are read together: less padding
     last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
 
@@ -377,14 +378,13 @@ def learn(agent, rollout, args, generator):
     ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     old_values = torch.zeros_like(rewards)  # V_old
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
+        for rows in lengths.argsort().split(args.micro_batch_size):
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, rows, args)
             ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rows, args)
             old_values[rows] = critic_forward(agent, rollout, rows, hidden_states, m)
 
     # 4. Advantages. Another algorithm puts its own here; num_generations neighbouring rows are of one item
-    kl = sum_by(rollout.turns, old_logprobs - ref_logprobs, last_turn)
-    turn_rewards = rewards - args.kl_coef * kl  # r_t
+    turn_rewards = rewards - args.kl_coef * sum_by(rollout.turns, old_logprobs - ref_logprobs, last_turn)  # r_t
     advantages, returns = td_error(turn_rewards, old_values, acted, args.gamma)  # A_t, R_t
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, acted)
@@ -399,7 +399,7 @@ def learn(agent, rollout, args, generator):
             # Gradients are averaged over processes: a sum / the mean count then becomes the total sum / the total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # with no token the loss is 0
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
-            for rows in minibatch.split(args.micro_batch_size):
+            for rows in minibatch[lengths[minibatch].argsort()].split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rows, args)
                 answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t|h_t)
                 policy_loss = -(answer_logprobs * advantages[rows] * acted[rows]).sum() / num_answers

@@ -402,7 +402,7 @@ def learn(agents, critic, rollouts, args, generator):
             # Gradients are averaged over processes: a sum / the mean count then becomes the total sum / the total count
             turn_count = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)  # (episode, turn) pairs
             token_counts = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
-            for rows in minibatch.split(args.micro_batch_size):
+            for rows in minibatch[joint.attention_mask[minibatch].sum(1).argsort()].split(args.micro_batch_size):
                 for agent, rollout, token_count in zip(agents, rollouts, token_counts):
                     logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
                     answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t^i|h_t^i), or 0

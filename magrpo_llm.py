@@ -356,12 +356,13 @@ def group_advantages(returns, acted, args):
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H, so a ratio is 1
+    lengths = rollout.attention_mask.sum(1)  # [B] rows of like length are read together: less padding
 
     # 1. log pi_old and log pi_ref: before any optimiser step, without gradients, one pass each of actor and reference
     old_logprobs = torch.zeros_like(mask)  # log pi_old, without --top-p ...; for the KL penalty, or a ratio
     ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     with torch.no_grad():
-        for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
+        for rows in lengths.argsort().split(args.micro_batch_size):
             if args.kl_coef > 0:  # at 0 nothing below reads them; a ratio of your own needs log pi_old at any weight
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
                 ref_logprobs[rows], _ = policy_forward(agent.reference, rollout, rows, args)
@@ -386,7 +387,7 @@ def learn(agent, rollout, args, generator):
             # Gradients are averaged over processes: a sum / the mean count then becomes the total sum / the total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # with no token the loss is 0
             num_answers = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)
-            for rows in minibatch.split(args.micro_batch_size):
+            for rows in minibatch[lengths[minibatch].argsort()].split(args.micro_batch_size):
                 logprobs, entropy = policy_forward(agent.actor, rollout, rows, args)
                 answer_logprobs = sum_by(rollout.turns[rows], logprobs, last_turn)  # log pi(a_t|h_t) in column t, or 0
                 policy_loss = -(answer_logprobs * advantages[rows]).sum() / num_answers  # A_t is 0 where it waits

@@ -417,7 +417,7 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
     mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H, so a ratio is 1
-    lengths = rollout.attention_mask.sum(1)
+    lengths = rollout.attention_mask.sum(1)  # [B] rows of like length are read together: less padding
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last_column = mask.shape[1] - 1  # padding in all rows
 
@@ -453,7 +453,7 @@ def learn(agent, rollout, args, generator):
     ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     old_token_values = torch.zeros_like(mask)
     with torch.no_grad():
-        for rows in lengths.argsort().split(args.micro_batch_size):  # by length: less padding
+        for rows in lengths.argsort().split(args.micro_batch_size):
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, places, rows, args)
             if args.kl_loss_coef > 0:
                 ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rollout.mask, rows, args)
@@ -485,7 +485,7 @@ def learn(agent, rollout, args, generator):
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # with no token the loss is 0
             num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
-            for rows in minibatch.split(args.micro_batch_size):
+            for rows in minibatch[lengths[minibatch].argsort()].split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rollout.mask, rows, args)
                 log_ratio = logprobs - old_logprobs[rows]  # log rho; both are 0 where no token was sampled
                 if args.turn_level_clip:
