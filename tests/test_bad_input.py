@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import logging
 import re
 import sys
 from pathlib import Path
@@ -199,6 +200,18 @@ def test_long_prompts_are_left_out_and_counted(tmp_path, small, capsys):
     assert run.num_updates == 1  # of the first 8 items 4 fit
 
 
+def test_transformers_warns_of_no_long_prompt(tmp_path, small, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = AutoTokenizer.from_pretrained(locate("utils/tiny_lm"))  # it warns once in its life
+    items = [{"prompt": "word " * (3 if k % 2 else 600)} for k in range(16)]
+    args = ippo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"), num_train_epochs=1)
+    ippo_llm.main(args, task=item_task(), train_dataset=items, **small | {"tokenizer": tokenizer})
+    assert not [text for text in caplog.messages if "sequence length" in text]
+    tokenizer.deprecation_warnings.clear()
+    tokenizer("word " * 600)
+    assert [text for text in caplog.messages if "sequence length" in text]
+
+
 def test_rows_without_a_column_are_refused(small):
     with pytest.raises(UserError, match="train_dataset= has the columns text"):
         ippo_llm.main(ippo_llm.Args(**SMALL, task="tldr"), train_dataset=[{"text": "a"}] * 8, **small)
@@ -288,6 +301,13 @@ def test_a_reward_processor_beside_an_environment_is_refused(tmp_path, small):
     args = ippo_llm.Args(**SMALL, output_dir=str(tmp_path / "run"))
     with pytest.raises(UserError, match="reward_processor has no effect without reward_func"):
         ippo_llm.main(args, task=module, **small)
+
+
+def test_what_stands_beside_a_game_is_asked_for_metrics(tmp_path, small):
+    Env = type("Env", (Game,), {"step": lambda self, answer: ("", 1.0, True, False, {})})
+    module = SimpleNamespace(Env=Env, metrics_callback=lambda rollouts, items: {"items": len(items), "agents": 1})
+    _, run = ppo_llm.main(ppo_llm.Args(**SMALL, output_dir=str(tmp_path / "run")), task=module, **small)
+    assert [(row["items"], row["agents"]) for row in run.rows] == [(4, 1)] * 6
 
 
 def test_an_environment_of_a_task_takes_rows_and_is_not_made_for_none(tmp_path, small):
