@@ -249,7 +249,7 @@ def test_what_is_earned_without_a_move_counts_as_the_win_does():
     rollouts = [SimpleNamespace(turns=own, earned=paid) for own, paid in zip(turns, earned)]
     opponents = SimpleNamespace(args=ppo_llm.Args(num_agents=2, self_play=True))
     metrics = Opponents.metrics(opponents, 0, rollouts)
-    assert metrics.pop("reward_half_width_against_opponents") == pytest.approx(1.96 / 2**0.5)  # of 1 and -1
+    assert metrics.pop("reward_half_width_against_opponents") == pytest.approx(1.96)  # of 1 and -1: sqrt(2) / sqrt(2)
     assert metrics == {"reward_against_opponents": 0.0, "win_rate_against_opponents": 0.5}
 
 
@@ -328,10 +328,12 @@ def test_random_seats_of_three_move_within_num_turns():
     observations = env.reset()
     assert [len(own) for own in observations] == [0, 50, 0] and env.moves == [1] * 50
     observations, rewards, cut = env.step([{}, dict.fromkeys(range(50), "1"), {}])
-    assert env.moves == [3] * 50 and not rewards[0].keys() - range(50)
+    assert env.moves == [3] * 50 and rewards[0].keys() == {*range(50)}
     goes_on = {b for b, match in enumerate(env.matches) if match.seat is not None}
     assert cut == goes_on and 0 < len(cut) < 50
     assert all(own.keys() == cut for own in observations)
+    args.num_turns = 1
+    assert game.make_env(None, [{"seed": 1}], args).reset() == [{}, {}, {}]  # it is no seat's move any more
 
 
 def test_it_learns_from_its_seat_against_a_random_player_and_goes_on_to_the_bit(tmp_path, watched):
@@ -344,6 +346,7 @@ def test_it_learns_from_its_seat_against_a_random_player_and_goes_on_to_the_bit(
         assert not note["rollouts"][1 - seat].mask.any()
         row = run.rows[update]
         assert row["agent_0/reward_against_opponents"] == pytest.approx(row[f"agent_{seat}/reward_mean"])
+    assert not run.task.given.random_seats  # the last evaluation had the agent in all seats
     train(tmp_path / "paused", **flags, pause_at=3)
     train(resume=str(tmp_path / "paused"), **flags)
     assert all(compare(tmp_path / "paused", tmp_path / "run").values())

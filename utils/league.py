@@ -11,7 +11,6 @@ scripts. An illegal answer costs what it does in training. The same command prin
 """
 
 import os
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,10 +67,10 @@ def load_sides(runs, script=None):
     """A Side for each folder of a run; all are of one game. Raises UserError."""
     if not runs:
         raise UserError("it takes the folders of runs: python -m utils.league RUN [RUN ...]")
-    counts = Counter(Path(os.path.realpath(run)).name for run in runs)
+    places = [os.path.realpath(run) for run in runs]
+    names = [Path(place).name for place in places]
     sides = []
     first = None
-    places = [os.path.realpath(run) for run in runs]
     for k, run in enumerate(runs):
         if places[k] in places[:k]:
             raise UserError(f"{run} is given twice")
@@ -86,8 +85,7 @@ def load_sides(runs, script=None):
             raise UserError(f"{run} is a run of --env {one_line(env, 80)} --num-agents {num_agents}, and {there}")
         own = None if is_of_project(Path(str(config.get("script")))) else script
         agents, args = load(run, module := import_script(run, config, own))
-        name = Path(os.path.realpath(run)).name
-        name = one_line(run if counts[name] > 1 or name == RANDOM else name, 80)
+        name = one_line(run if names.count(names[k]) > 1 or names[k] == RANDOM else names[k], 80)
         if name in [RANDOM, *(side.name for side in sides)]:  # a run of that name, or long names, whose ends are cut
             name = f"{name[:70]} ({k + 1})"
         sides.append(Side(name, seats_of(agents, num_agents), args, module))

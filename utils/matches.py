@@ -36,6 +36,8 @@ class AgentPlayer:
         return len(ids) <= self.agent.longest_prompt
 
     def answer(self, episodes, env):
+        if not episodes:  # no weights need be cast
+            return {}
         contexts = [self.transcripts[b] for b in episodes]
         with contextlib.nullcontext() if self.is_sampling else models.sampling([self.agent], self.args):
             answers = self.module.generate(self.agent, contexts, self.args, self.generator)

@@ -71,7 +71,8 @@ class Opponents:
         """What the agent earned in its seat in an update, with half of its interval, and how often it won there."""
         seat = update % self.args.num_agents
         earned = earned_by_seats(rollouts)[:, seat]
-        half_width = 1.96 * float(earned.std(correction=0)) / max(1, len(earned)) ** 0.5  # of the 95 % interval
+        deviation = float(earned.std(correction=int(len(earned) > 1)))
+        half_width = 1.96 * deviation / max(1, len(earned)) ** 0.5  # of the 95 % interval
         won = seat_metrics(rollouts)[f"agent_{seat}/win_rate"]
         metrics = {"reward_against_opponents": float(earned.mean()), "win_rate_against_opponents": won}
         return metrics | {"reward_half_width_against_opponents": half_width}
@@ -151,19 +152,16 @@ class EvalOpponents:
 
         _, items = game_seeds(self.args, 1)
         own = Side("", seats_of(agents, self.args.num_agents), self.args, script_of(self.args), is_sampling=True)
-        rewards = {}  # {(seat, opponent's name): those of each match}
+        scores = {}
         with models.sampling(own.seats, self.args):
             for name, side in self.sides.items():
                 for seat in range(self.args.num_agents):
                     seating = [side] * self.args.num_agents
                     seating[seat] = own
                     earned = play_sides(seating, self.game, distributed.share(items), self.args, self.args.seed)
-                    rewards[seat, name] = torch.from_numpy(earned[:, seat])
-        scores = {}
-        for (seat, name), own_rewards in rewards.items():
-            result = result_of(distributed.gather(own_rewards).numpy())
-            scores[f"eval/agent_{seat}/reward_against_{name}"] = result.mean
-            scores[f"eval/agent_{seat}/reward_half_width_against_{name}"] = result.half
+                    result = result_of(distributed.gather(torch.from_numpy(earned[:, seat])).numpy())
+                    scores[f"eval/agent_{seat}/reward_against_{name}"] = result.mean
+                    scores[f"eval/agent_{seat}/reward_half_width_against_{name}"] = result.half
         return scores
 
 

@@ -36,10 +36,7 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None, sc
     module = import_script(run, config, script)
     check_code(run, config["args"], flags)
     agents, args, checkpoint, initials = begin(run, module, **flags)
-    task = tasks.load_task(None, args, default=module)
-    name = config.get("task", task.name)
-    if name != task.name and not (args.task or args.env):
-        distributed.say(f"{run} was made from Python with {name}, which is not here: this shows {task.name}")
+    task = load_own_task(run, config, args, module)
     if prompt is None:
         train, held_out = tasks.load_items(task, initials, args)
         rows = held_out or train
@@ -66,6 +63,15 @@ def show(run, items=4, prompt=None, seed=1, do_sample=True, temperature=None, sc
         module.play(players, playing, chosen, args, distributed.generator(seed))
         shown.append([recorder.episode(b, args.num_agents) for b in range(len(chosen))])
     return [{"item": item} | dict(zip(TEAMS, pair)) for item, *pair in zip(chosen, *shown)]
+
+
+def load_own_task(run, config, args, module):
+    """The task of a run; of one with an object from Python, which is not here, its script's own, and that is said."""
+    task = tasks.load_task(None, args, default=module)
+    name = config.get("task", task.name)
+    if name != task.name and not (args.task or args.env):
+        distributed.say(f"{run} was made from Python with {name}, which is not here: this shows {task.name}")
+    return task
 
 
 def import_script(run, config, script=None):

@@ -2,7 +2,7 @@
 
 from utils import distributed, tasks
 from utils.cli import UserError, printable
-from utils.enjoy import check_code, import_script, last_message
+from utils.enjoy import check_code, import_script, last_message, load_own_task
 from utils.envs.exact import seats_of
 from utils.load import begin
 from utils.matches import AgentPlayer, play_matches
@@ -44,7 +44,7 @@ def play_seat(run, seat, matches=4, seed=1, do_sample=True, temperature=None, sc
     load_agents(checkpoint, agents)
     args.do_sample = do_sample and args.do_sample
     args.temperature = temperature or args.temperature
-    task = tasks.load_task(None, args, default=module)
+    task = load_own_task(run, config, args, module)
     train, held_out = tasks.load_items(task, initials, args)
     rows = held_out or train
     items = [rows[k] for k in range(min(matches, len(rows)))]

@@ -140,8 +140,7 @@ def find(env, label):
         module = SimpleNamespace(**{names[0]: env})
     elif not isinstance(env, str):
         module = env
-        names = ("make", "Env")  # a script has a TeamEnv of its own, for tasks
-        names += () if hasattr(env, "Env") or hasattr(env, "make") else ("TeamEnv",)
+        names = ("make", "Env", "TeamEnv")  # in this order: a script has a TeamEnv of its own, for tasks
     elif env.endswith(".py"):
         if not os.path.isfile(env):
             raise UserError(f"{label}: there is no such file")

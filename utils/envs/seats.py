@@ -68,7 +68,7 @@ class Seats:
         self.game.counts |= {seed: [0, 0] for seed in self.seeds}
         for b in range(len(self.seeds)):
             self.play_random_seats(b)
-        return self.observe(range(len(self.seeds)), set())
+        return self.observe([b for b, made in enumerate(self.moves) if made < self.num_turns], set())
 
     def play_random_seats(self, b):
         match = self.matches[b]
