@@ -16,8 +16,9 @@ the environment's k-th step, a_t the t-th token that an agent samples (in turn k
                                   R_t = A_t + V_old(h_t), V_clip = V_old(h_t) + clip(V(h_t) - V_old(h_t), -eps, eps)
 
 Old:   pi_old, V_old, m, A' and R are computed once per rollout; pi_ref is the initial policy or an older actor.
-End:   After its last action V_old(h_{t+1}) = 0, also where --num-turns ends a task or a one-player game. In an episode
-       cut by its environment or for lack of room it is critic(all read and written) + m_after (mean_rewards_to_go).
+End:   After its last action V_old(h_{t+1}) = 0, also where --num-turns ends a task or a one-player game. If it is cut
+       (a match of several by --num-turns, any episode by its environment or for lack of room) V_old(h_{t+1}) is
+       critic(all read and written) + m_after, the mean of what it earns after such a turn if it acts again.
 A':    (A - mean) / s, with mean and std over the rollout's actions, s = max(std, 0.98 * s of the previous update). This
        slow s is not in PPO. Without --advantage-normalization A' = A.
 Means: the actor's is over a mini-batch's sampled tokens, the critic's over its actions.
@@ -50,22 +51,17 @@ from utils import distributed, models, tasks
 from utils.cli import Fraction, command_line, flags, needs, not_with  # not_with("x=1&y=2"): an error while both hold
 from utils.clock import timed
 from utils.envs.guess import guess_value, optimum  # noqa: F401  optimum: Env's best score, which utils plots
-from utils.opponents import make_opponents
+from utils.opponents import OpponentArgs, make_opponents  # --self-play: one agent in every seat of a game
 from utils.run import FolderArgs, Run
 
 
 @flags
-class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
+class Args(tasks.TaskArgs, FolderArgs, OpponentArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
     """Flags; the comments are the help. needs("x"): an error if set while x is off. The base classes have more."""
 
     seed: NonNegativeInt = 1  # same seed, same number of processes: same run (on a GPU only with --deterministic)
     model: tuple[str, ...] = ("utils/tiny_lm",)  # folder, hub name or GGUF of initial models: one for all, or one each
     num_agents: PositiveInt = 1  # agents of the team, or players of --env
-    self_play: bool = not_with("num_agents=1", default=False)  # one agent in every seat; with opponents, in one of them
-    # earlier copies to keep; in each update one seat, in rotation, is the learner's, and random copies take the others
-    opponents: NonNegativeInt = needs("self_play", default=0)
-    opponent_interval: PositiveInt = needs("opponents", default=10)  # updates until the next copy replaces the oldest
-    opponent_run: str | None = needs("self_play")  # opponents: a run's final agents (its folder), or `random`
     use_separate_critic: bool = True  # the critic has its own adapters or model; else it is a value head on the actor
     lora_rank: NonNegativeInt = 16  # LoRA rank of adapters on a base that agents share; 0: full fine-tuning
     use_separate_reference_adapter: bool = True  # the reference is a copy, which can be updated; else the initial model
@@ -375,24 +371,23 @@ def critic_forward(agent, rollout, places, rows, hidden_states, m):
     return models.unflatten(agent.value_head(hidden_states), places) + m[rows]
 
 
-def gae(rewards, values, mask, is_cut_end, gamma, gae_lambda):
+def gae(rewards, values, mask, gamma, gae_lambda):
     """Generalised advantage estimation along each row; columns with mask 0 are skipped, and V = 0 after the last.
 
-    In a row that was cut, V after the last is that at its cut end. All tensors are [B, S]. Returns (advantages,
-    returns), where returns = A + V are the critic's targets; both are 0 where mask is 0.
+    All tensors are [B, S]. Returns (advantages, returns), with returns = A + V the critic's targets; 0 where mask is 0.
     """
     advantages = torch.zeros_like(values)
     next_value = next_advantage = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantages[:, t] = delta + gamma * gae_lambda * next_advantage
-        next_value = torch.where((mask[:, t] > 0) | is_cut_end[:, t], values[:, t], next_value)
+        next_value = torch.where(mask[:, t] > 0, values[:, t], next_value)  # skips where mask is 0
         next_advantage = torch.where(mask[:, t] > 0, advantages[:, t], next_advantage)
     return advantages * mask, (advantages + values) * mask
 
 
 def mean_rewards_to_go(rewards, turns, is_cut_end, args):
-    """m [B, S], the part of V that is not the critic's: m_k on the tokens of turn k, m_after at a cut end, 0 elsewhere.
+    """m [B, S], the part of V that is not the critic's: m_k on the tokens of turn k, m_after at a cut end; else unused.
 
     m_k: mean sum of rewards from turn k on, over episodes (the row's own included) in which the agent acts in turn k.
     m_after, for a row whose last turn is k: what a cut episode would still have earned, which is taken to be the mean
@@ -402,15 +397,15 @@ def mean_rewards_to_go(rewards, turns, is_cut_end, args):
     last_turn = distributed.max(turns)  # T
     acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: acted in turn k
     rewards_to_go = sum_by(turns, rewards, last_turn).flip(1).cumsum(1).flip(1)  # [B, T + 1] earned from turn k on
-    m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
+    m_k = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] in column k, 0 in column 0
     own_last_turn = turns.amax(1, keepdim=True)  # [B, 1]
     acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)  # in turn k and later
     rewards_after = pad(rewards_to_go[:, 1:], (0, 1))  # [B, T + 1] earned from its first action after turn k on
     m_after = distributed.masked_mean(rewards_after, acts_again, dim=0)
-    m_after = m_after.where(distributed.sum(acts_again.sum(0)) > 0, m)  # m_k if it never acts again, in any process
+    m_after = m_after.where(distributed.sum(acts_again.sum(0)) > 0, m_k)  # if it never acts again, in any process
     if not args.turn_baseline:
-        m = m_after = distributed.masked_mean(rewards_to_go, acted).expand_as(m)
-    return m[turns] * (turns > 0) + m_after[own_last_turn] * is_cut_end
+        m_k = m_after = distributed.masked_mean(rewards_to_go, acted).expand_as(m_k)
+    return torch.where(is_cut_end, m_after[own_last_turn], m_k[turns])
 
 
 @timed
@@ -429,8 +424,8 @@ def learn(agent, rollout, args, generator):
     else:
         is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
         action_mask = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))  # 1 on its last
-        ends = columns.where(action_mask > 0, last_column)  # on a turn's last token its own column, elsewhere S - 1
-        action_column = ends.flip(1).cummin(1).values.flip(1)  # the next end: 2 2 2 5 5 5 6 for turns 0 1 1 0 2 2 0
+        number = (is_first.cumsum(1) * mask).long()  # [B, S] of a token's action: 0 1 1 0 2 2 0 for turns 0 3 3 0 4 4 0
+        action_column = sum_by(number, columns * action_mask.long(), last_column).gather(1, number)  # 0 2 2 0 5 5 0
         tokens_of_turn = sum_by(action_column, mask, last_column).gather(1, action_column).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": action_mask}
         value_weights = reductions[args.turn_value_reduction]
@@ -459,12 +454,14 @@ def learn(agent, rollout, args, generator):
                 ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rollout.mask, rows, args)
             old_token_values[rows] = critic_forward(agent, rollout, places, rows, hidden_states, m)
     old_logprobs = old_logprobs.where(rollout.mask, 0.0)  # drops the padding token's, at a cut end
-    # [B, S] V_old of actions, in their columns, and at cut ends; 0 elsewhere
-    old_values = sum_by(action_column, old_token_values * value_weights, last_column) + old_token_values * is_cut_end
+    old_values = sum_by(action_column, old_token_values * value_weights, last_column)  # [B, S] of actions; else 0
+    # gae takes V = 0 after a row's last action, so in a cut row that action also earns gamma V_old at the cut end
+    last_action = (columns * rollout.mask).amax(1, keepdim=True).expand_as(columns)  # its column
+    cut_rewards = args.gamma * sum_by(last_action, old_token_values * is_cut_end, last_column)  # [B, S] 0 in other rows
 
     # 5. Advantages A_t, and returns R_t, the critic's targets, in actions' columns. Another algorithm replaces gae;
     #    without a critic: returns = old_values, --value-loss-coef 0, --no-use-separate-critic (no critic model runs)
-    advantages, returns = gae(rewards, old_values, action_mask, is_cut_end, args.gamma, args.gae_lambda)
+    advantages, returns = gae(rewards + cut_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
         agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # slow to fall: a tiny std would amplify noise
@@ -483,8 +480,8 @@ def learn(agent, rollout, args, generator):
         for minibatch in minibatches:
             # Gradients are averaged over processes: a sum / the mean count then becomes the total sum / the total count
             num_tokens = distributed.mean(mask[minibatch].sum()).clamp(min=1e-6)  # with no token the loss is 0
-            num_ratios = distributed.mean(ratio_mask[minibatch].sum()).clamp(min=1e-6)
             num_actions = distributed.mean(action_mask[minibatch].sum()).clamp(min=1e-6)
+            num_ratios = num_actions if args.turn_level_clip else num_tokens
             for rows in minibatch[lengths[minibatch].argsort()].split(args.micro_batch_size):
                 logprobs, entropy, hidden_states = policy_forward(agent.actor, rollout, rollout.mask, rows, args)
                 log_ratio = logprobs - old_logprobs[rows]  # log rho; both are 0 where no token was sampled

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 
 from utils import distributed, models
-from utils.cli import UserError, one_line
+from utils.cli import UserError, flags, needs, not_with, one_line
 from utils.distributed import say
 from utils.envs import game_seeds
 from utils.envs.seats import RANDOM, has_random_player
@@ -22,6 +23,17 @@ from utils.run.checkpoint import MANIFEST, digest, newest_whole
 from utils.run.metrics import earned_by_seats, seat_metrics
 
 OF_LEARNING = ("optimizers", "schedules", "critic", "value_head", "reference")  # which a player does not need
+
+
+@flags
+class OpponentArgs:
+    """Self-play, and whom the agent meets in it."""
+
+    self_play: bool = not_with("num_agents=1", default=False)  # one agent in every seat; with opponents, in one of them
+    # earlier copies to keep; in each update one seat, in rotation, is the learner's, and random copies take the others
+    opponents: NonNegativeInt = needs("self_play", default=0)
+    opponent_interval: PositiveInt = needs("opponents", default=10)  # updates until the next copy replaces the oldest
+    opponent_run: str | None = needs("self_play")  # opponents: a run's final agents (its folder), or `random`
 
 
 def make_opponents(agent, initial, task, args):
