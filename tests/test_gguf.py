@@ -13,7 +13,7 @@ import torch
 from helpers import TINY, build_model, read_metrics
 from short_runs import FLAGS, SCRIPTS, make_task, reward_length, small_model
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import ippo_llm
 from utils import merge_adapter, models
@@ -360,7 +360,7 @@ def test_an_answer_ends_where_the_template_closes_it_also_in_what_is_saved(tmp_p
 def test_a_large_model_with_a_small_ones_learning_rate_is_said_once(
     script, flags, size, is_said, file, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(policy, "count_weights", lambda _: int(size))
+    monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda _: int(size))
     train(script, file, tmp_path / "run", **{"lora_rank": 0} | flags)
     output = capsys.readouterr().out
     assert output.count("weights of actors learn at --actor-learning-rate") == (is_said and "lora_rank" not in flags)
@@ -381,11 +381,12 @@ def test_a_large_model_with_a_small_ones_learning_rate_is_said_once(
         ("critic", 1e-3, torch.float32, 10**7, None),
         ("actor", 1e-5, torch.bfloat16, 10**3, "actors learn at --actor-learning-rate 1e-05 in bfloat16, which rounds"),
         ("actor", 1e-4, torch.bfloat16, 10**3, None),
+        ("critic", 0.0, torch.bfloat16, 10**3, None),
         ("actor", 1e-5, torch.float32, 10**8, None),
     ],
 )
 def test_a_rate_is_told_that_ruins_a_critic_or_is_lost_in_bfloat16(kind, rate, dtype, size, message, capsys):
-    base = SimpleNamespace(dtype=dtype, parameters=lambda: [torch.empty(size, device="meta")])
+    base = SimpleNamespace(dtype=dtype, num_parameters=lambda: size)
     agent = SimpleNamespace(**{kind: SimpleNamespace(adapter=None, base=base)})  # the other is None, or not there
     args = SimpleNamespace(actor_learning_rate=rate, critic_learning_rate=rate)
     policy.warn_of_learning_rate([agent], args)

@@ -207,7 +207,7 @@ def test_lines_that_were_damaged_behind_the_checkpoint_are_cut(undisturbed):
     train("ippo", pause_at=1)
     for name in ("metrics.csv", "samples.jsonl"):
         with open(f"run/{name}", "ab") as file:
-            file.write(bytes(20) + b"\n")
+            file.write(b"\0\xff" * 10 + b"\n")
     train("ippo", resume="run")
     assert_same("run", undisturbed("ippo"))
 
@@ -411,6 +411,15 @@ def test_a_task_that_has_changed_is_said(tmp_path, capsys):
     run = go_on_with(13, tmp_path, resume="run")
     assert "own.py has changed since run was begun, or last resumed" in capsys.readouterr().out
     assert [row["reward_mean"] for row in run.rows] == [1.0, 1.0, 5.0]
+
+
+def test_a_fork_passes_over_a_damaged_checkpoint_also_where_its_run_began_with_another():
+    train("ppo", folder="start", pause_at=1)
+    flags = {"load_checkpoint": "start", "pause_at": 2}
+    train("ppo", folder="first", **flags, **KEPT)
+    Path("first/checkpoints/update_000002/agent_0/actor/adapter_config.json").unlink()
+    train("ppo", folder="fork", fork="first", **flags, **KEPT)
+    assert config_of("fork")["fork"]["checkpoint"] == "update_000001" and len(timeless("fork")) == 2
 
 
 # --- Forks that differ ------------------------------------------------------------------------------------------------

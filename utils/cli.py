@@ -258,7 +258,7 @@ def is_on(args, flag, value):
 
 
 OF_START = {"pause_at": None, "overwrite": False}  # flags that hold for one start of a run, and not for the next
-OF_FOLDER = {"output_dir": None, "overwrite": False, "resume": None, "wandb_run_name": None}  # that a fork begins anew
+OF_OUTPUT = {"output_dir": None, "overwrite": False, "resume": None, "wandb_run_name": None}  # that a fork begins anew
 
 
 # --- The command line -------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def parse(Args, argv=None, description=None, script=None):
         args.resume = str(folder)
     elif getattr(args, "fork", None):
         folder = find_run(run_of(args.fork), script, "--fork")
-        args = parse_flags(Args, argv, description, flags_of(folder, Args, "--fork") | OF_FOLDER | OF_START)
+        args = parse_flags(Args, argv, description, flags_of(folder, Args, "--fork") | OF_OUTPUT | OF_START)
         if args.fork == "latest":
             args.fork = str(folder)
     return args

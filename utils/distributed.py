@@ -86,16 +86,11 @@ def refuse_other_launchers():
         raise UserError("accelerate launch starts one process of several here: add --multi_gpu, also on CPUs")
 
 
-def wants_cpu():
-    """Whether accelerate launch --cpu asks for the CPU, also on a machine with GPUs."""
-    return os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-
-
 def device():
-    """The device of this process: cuda:LOCAL_RANK, or cpu. Raises UserError."""
+    """The device of this process: cuda:LOCAL_RANK, or cpu, as of accelerate launch --cpu. Raises UserError."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if several else 0
-    if wants_cpu() or not torch.cuda.is_available():
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise UserError(f"each process takes a GPU; of {torch.cuda.device_count()} there is none for rank {local_rank}")
@@ -204,7 +199,7 @@ def among_processes():
 
 
 def sum(x):
-    """The sum of a tensor of one shape over the processes; x itself with one process. Carries no gradient.
+    """The sum of a tensor of one shape over the processes, without its gradient; x itself with one process.
 
     Raises ProcessError where another process has ended, as all exchange between the processes does.
     """
@@ -217,7 +212,7 @@ def sum(x):
 
 
 def mean(x):
-    """The mean of a tensor of one shape over the processes; x itself with one process. Carries no gradient."""
+    """The mean of a tensor of one shape over the processes, without its gradient; x itself with one process."""
     return x if world_size() == 1 else sum(x) / world_size()
 
 

@@ -107,9 +107,12 @@ def with_json_keys(value):
 
 
 def whole_lines(path):
-    """The lines of a file, if there is one, but for a last one that was cut off. Raises UserError."""
+    """The lines of a file, if there is one, but for a last one that was cut off. Raises UserError.
+
+    What is no UTF-8 is U+FFFD in them: where power was lost, the last lines may hold any bytes.
+    """
     check_inside(path)
-    return [line.decode() for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
+    return [line.decode(errors="replace") for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
 
 
 def check_inside(path):

@@ -20,21 +20,11 @@ from utils.distributed import is_main
 from utils.files import put, read_json
 from utils.models import causal_lm, sharding
 from utils.models.lora import rank_of, read_config, scaling_of, targeted
-from utils.models.tensors import (
-    BASE,
-    check_shapes,
-    fingerprint,
-    is_of_adapter,
-    plain,
-    read_tensors,
-    save_tensors,
-)
+from utils.models.tensors import BASE, check_shapes, fingerprint, is_of_adapter, plain, read_tensors, save_tensors
 
 WEIGHTS = "adapter_model.safetensors"
 MERGEABLE = (lora.Linear, lora.Embedding)  # layers of peft that merge to the sum of what they add
 MAGNITUDE = ".lora_magnitude_vector"  # how a tensor's name ends that DoRA has beside A and B
-
-
 FIRST = "first"  # an adapter that a new PeftModel has until another one is added
 
 

@@ -27,11 +27,11 @@ from utils.distributed import say
 
 @dataclass
 class Output:
-    """What a model computes at the last `keep` positions of its rows."""
+    """What a model computes at the last `keep` positions of its rows, or at n places: n stands for [R, keep] then."""
 
     logits: torch.Tensor | None  # [R, keep, vocabulary]; None: the model has no output layer
-    hidden_states: torch.Tensor | None  # [R, keep, D] of the last layer; None: they were not asked for
-    cache: Any  # its reorder_cache(rows) leaves these rows in it; None: it was not asked for
+    hidden_states: torch.Tensor | None = None  # [R, keep, D] of the last layer; None: they were not asked for
+    cache: Any = None  # its reorder_cache(rows) leaves these rows in it; None: it was not asked for
 
 
 @dataclass

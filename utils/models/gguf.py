@@ -1,6 +1,7 @@
 """GGUF files in: found and checked, and their tokenizers; transformers reads configuration and weights."""
 
 import importlib.util
+import math
 import os
 from pathlib import Path
 
@@ -90,10 +91,7 @@ def measure(file):
     start = -(-size // alignment) * alignment
     for _, shape, kind, offset in tensors:
         block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]  # of so many numbers
-        count = 1
-        for length in shape:
-            count *= length
-        size = max(size, start + offset + count // block * num_bytes)
+        size = max(size, start + offset + math.prod(shape) // block * num_bytes)
     return size, metadata
 
 

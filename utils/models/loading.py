@@ -334,8 +334,8 @@ def num_learners(args):
 # --- A team's models --------------------------------------------------------------------------------------------------
 
 
-def check_models(names_flag, settings_flag, args, model=None, quantized=False, num_agents=None):
-    """The configuration of each agent's model, of the names and settings in these flags; nothing is loaded.
+def check_models(names, names_flag, settings_flag, args, model=None, quantized=False):
+    """The configuration of the model of each name, of which there are several, by these flags; nothing is loaded.
 
     `model` stands in for what the flag names. Raises UserError for a model that is not to be had, and for quantized
     weights, where these are not taken.
@@ -350,8 +350,7 @@ def check_models(names_flag, settings_flag, args, model=None, quantized=False, n
     if not is_free and wanted not in (type(args)().attn_implementation, model.config._attn_implementation):
         raise UserError(f"--attn-implementation {wanted} has no effect on a model that is loaded: load it with that")
     configs = []
-    names = name_of(args, model) if names_flag == "model" else getattr(args, names_flag)
-    for name in per_agent(flag_name(names_flag), names, num_agents or num_learners(args)):
+    for name in names:
         if model is None:
             flag = flag_name(names_flag)
             config = check_model(name, flag, args.trust_remote_code, settings, flag_name(settings_flag))
@@ -420,14 +419,13 @@ def say_where_positions_change(initial, config, args):
                 say(f"{initial.source.name}: {what}; {flag_name('max_model_len')} {most} keeps them below")
 
 
-def load_tokenizers(args, tokenizer=None, model=None):
-    """The tokenizer of each agent, with a padding token: by its --model, or by `model`, or copies of `tokenizer`.
+def load_tokenizers(names, args, tokenizer=None):
+    """The tokenizer of each agent, with a padding token: that of its model's name, or copies of `tokenizer`.
 
     Raises UserError.
     """
     flag = flag_name("model")
     tokenizers = {}
-    names = per_agent(flag, name_of(args, model), num_learners(args))
     if tokenizer is None and UNNAMED in names:
         raise UserError("model= is of no folder or hub name, from which to load its tokenizer: give tokenizer= too")
     for name in dict.fromkeys(names):
@@ -463,11 +461,11 @@ def check_critics(initials, args):
     flag = flag_name("critic_model_name_or_path")
     num_critics = num_learners(args) if hasattr(args, "use_separate_critic") else 1  # a team has one
     names = per_agent(flag, args.critic_model_name_or_path, num_critics)
-    configs = check_models("critic_model_name_or_path", "critic_model_config", args, num_agents=num_critics)
+    configs = check_models(names, "critic_model_name_or_path", "critic_model_config", args)
     for name, config, initial in zip(names, configs, initials):
         tokenizer = initial.tokenizer
         size = config.get_text_config().vocab_size
-        if num_critics == 1 and not hasattr(args, "use_separate_critic"):
+        if not hasattr(args, "use_separate_critic"):
             load_critic_tokenizer(tokenizer, name, args)
             continue
         if size < min(len(tokenizer), initial.config.get_text_config().vocab_size):

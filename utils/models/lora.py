@@ -26,9 +26,8 @@ REFUSED = {"conv1d", "out_proj"}
 SHORT_FORM = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")  # flags that --lora-config replaces
 # Fields of a LoRA configuration that say where it comes from, how new weights start, or how the base has its own: they
 # may differ.
-ORIGIN = "auto_mapping base_model_name_or_path inference_mode peft_type peft_version revision task_type fan_in_fan_out "
-
-ORIGIN += "init_lora_weights loftq_config eva_config corda_config lora_ga_config megatron_config megatron_core"
+ORIGIN = """auto_mapping base_model_name_or_path inference_mode peft_type peft_version revision task_type fan_in_fan_out
+init_lora_weights loftq_config eva_config corda_config lora_ga_config megatron_config megatron_core""".split()
 
 
 def as_text(config):
@@ -76,7 +75,7 @@ def parse_config(content, source):
     """A peft.LoraConfig from a dict of its fields. Raises UserError, which begins with `source`."""
     defaults = peft.LoraConfig().to_dict()
     takes = [field.name for field in dataclasses.fields(LoraFields)]
-    for name in sorted(defaults.keys() - {*takes, *ORIGIN.split()}):
+    for name in sorted(defaults.keys() - {*takes, *ORIGIN}):
         value = content.get(name, defaults[name])
         if (value or None) != (defaults[name] or None):
             raise UserError(f"{source}: {name} takes {defaults[name]} here, got {one_line(value, 80)}")
@@ -226,7 +225,7 @@ def describe_differences(saved, config):
     for name in config.to_dict():
         there = in_words(getattr(saved, name))
         here = in_words(getattr(config, name))
-        if name not in ORIGIN.split() and (there or None) != (here or None):
+        if name not in ORIGIN and (there or None) != (here or None):
             differences[name] = f"{name} {there} there, {here} here"
     return differences
 

@@ -34,17 +34,8 @@ LEAST_RATE_IN_BFLOAT16 = 1e-4  # with which weights of that type keep most of a 
 
 
 @dataclass
-class Output:
-    """What a policy computes at n places, or of a next token in R rows."""
-
-    logits: torch.Tensor | None  # [n, vocabulary]; None: a critic
-    hidden_states: torch.Tensor | None = None  # [n, D] of the last layer
-    cache: Any = None  # cache.select(keep) keeps the rows where keep [R] is True
-
-
-@dataclass
 class Cache:
-    """A model's cache of R rows."""
+    """A model's cache of R rows; select(keep) keeps those where keep [R] is True."""
 
     content: Any
 
@@ -124,21 +115,19 @@ class Policy:
         options = {"keep": 1, "use_cache": True, "positions": self.positions}
         with self.active():
             out = causal_lm.forward(self.base, new_ids, attention_mask, content, **options)
-        return Output(out.logits[:, -1].float(), cache=Cache(out.cache))
+        return causal_lm.Output(out.logits[:, -1].float(), cache=Cache(out.cache))
 
     def read(self, ids, before):
         """The output before the n places where `before` [b, S] is True, in rows of ids [b, S], padded on the right.
 
-        At place (row, t) it is what the model computes after ids[row, :t]: it predicts token t. A token that only the
-        agent's other models know is read as the last one that this model knows.
+        Logits [n, vocabulary], None of a critic, and hidden states [n, D] of the last layer: at place (row, t) what the
+        model computes after ids[row, :t], which predicts token t. A token that only the agent's other models know is
+        read as the last one that this model knows.
         """
         most = getattr(self.config.get_text_config(), "vocab_size", UNLIMITED) - 1
 
-        def compute():
-            out = causal_lm.read(self.base, ids[:, :-1].clamp(max=most), before[:, 1:])
-            return Output(out.logits, out.hidden_states)
-
         with self.active():
+            compute = functools.partial(causal_lm.read, self.base, ids[:, :-1].clamp(max=most), before[:, 1:])
             return sharding.call_inside(self.model.get_base_model(), compute) if self.is_body else compute()
 
 
@@ -174,13 +163,9 @@ class Initial:
         return self.source.copy(name, learns=False, like=f"agent_{self.i}_actor")
 
     def trainable_critic(self, name):
-        if self.args.critic_model_name_or_path:
-            return self.critic_of_its_own()
-        return self.source.copy(name, is_body=True)
-
-    def critic_of_its_own(self):
-        """A model of --critic-model-name-or-path."""
         args = self.args
+        if not args.critic_model_name_or_path:
+            return self.source.copy(name, is_body=True)
         flag = flag_name("critic_model_name_or_path")
         names = args.critic_model_name_or_path
         name = names[self.i] if len(names) > 1 else names[0]
@@ -273,8 +258,8 @@ def load(args, model=None, tokenizer=None):
     """
     args.check_models()
     names = loading.per_agent(flag_name("model"), loading.name_of(args, model), loading.num_learners(args))
-    configs = loading.check_models("model", "model_config", args, model, quantized=lora.is_wanted(args))
-    tokenizers = loading.load_tokenizers(args, tokenizer, model)
+    configs = loading.check_models(names, "model", "model_config", args, model, quantized=lora.is_wanted(args))
+    tokenizers = loading.load_tokenizers(names, args, tokenizer)
     sources = {}
     initials = []
     for i, name in enumerate(names):
@@ -352,20 +337,15 @@ def warn_of_learning_rate(agents, args):
         policies = [policy for agent in agents if (policy := getattr(agent, kind, None)) is not None]
         whole = [policy for policy in policies if policy.adapter is None]
         learn = f"learn at {flag_name(flag)} {rate:g}"
-        size = max(map(count_weights, whole), default=0)
+        size = max([policy.base.num_parameters() for policy in whole], default=0)
         if size >= LARGE and rate > largest:
             takes = f"all {size / 1e6:.0f} million weights of {kind}s {learn}"
             say(f"{takes}, which may ruin them within a few updates: try 1e-5 or less")
-        elif rate < LEAST_RATE_IN_BFLOAT16 and any(policy.base.dtype == torch.bfloat16 for policy in whole):
+        elif 0 < rate < LEAST_RATE_IN_BFLOAT16 and any(policy.base.dtype == torch.bfloat16 for policy in whole):
             say(f"{kind}s {learn} in bfloat16, which rounds most of so small steps away: --dtype float32 keeps them")
-        size = max([count_weights(policy) for policy in policies if policy.adapter], default=0)
+        size = max([policy.base.num_parameters() for policy in policies if policy.adapter], default=0)
         if kind == "actor" and size >= LARGE and rate > LARGEST_RATE_OF_ADAPTERS:
             say(f"adapters on {size / 1e6:.0f} million weights {learn}, and may ruin them: try 5e-4 or less")
-
-
-def count_weights(policy):
-    """How many weights the model of a policy has; of adapters, their base."""
-    return sum(parameter.numel() for parameter in policy.base.parameters())
 
 
 def lr_schedule(optimizer, num_updates, args):

@@ -33,7 +33,7 @@ def shard_model(model, whole=()):
 
 
 def call_inside(model, function):
-    """The tensor that function() computes by a call of a module inside `model`, past the model's own forward.
+    """What function() computes by a call of a module inside `model`, past the model's own forward.
 
     Of a sharded model, what belongs to no layer is gathered for it too, and for the backward pass.
     """

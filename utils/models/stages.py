@@ -5,8 +5,7 @@ import os
 import warnings
 from pathlib import Path
 
-from utils.cli import UserError, one_line
-from utils.files import checkpoints
+from utils.cli import UserError, one_line, run_of
 from utils.models.adapters import WEIGHTS, check_base, copy_adapter, load_adapter, unmerge
 from utils.models.loading import locate, num_learners
 from utils.models.lora import (
@@ -33,15 +32,16 @@ def check_stage(args):
 
 
 def own_checkpoint(args):
-    """The newest checkpoint of the run that goes on (--resume), or what is forked, or None.
+    """The newest whole checkpoint of the run that goes on (--resume), or is forked, or the one that is named, or None.
 
-    It has all that the run once started from.
+    It has all that the run once started from. Raises UserError where there are checkpoints, and none is whole.
     """
-    from utils.run import checkpoint, fork  # which know of runs, and they of models
+    from utils.run.checkpoint import newest_whole  # which knows of runs, and they of models
 
-    if args.resume and checkpoints(Path(args.resume) / "checkpoints"):
-        return checkpoint.newest_whole(Path(args.resume) / "checkpoints", tell=lambda _: None)[0]
-    return fork.newest(args.fork) if args.fork else None
+    for run in filter(None, (args.resume, args.fork)):
+        path = newest_whole(Path(run) / "checkpoints", tell=lambda _: None)[0] if run_of(run) == run else Path(run)
+        if path is not None:
+            return path
 
 
 def check_checkpoint(args):
@@ -150,8 +150,9 @@ def build_config(model, args, agents):
 
     Raises UserError for flags that the model can't follow, and where the two differ without --merge-lora-configs.
     """
-    if args.load_checkpoint and own_checkpoint(args):
-        config = read_config(own_checkpoint(args) / f"agent_{agents[0]}" / "actor")
+    own = args.load_checkpoint and own_checkpoint(args)
+    if own:
+        config = read_config(own / f"agent_{agents[0]}" / "actor")
         config.base_model_name_or_path = None
         config.inference_mode = False
         return config

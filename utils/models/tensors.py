@@ -75,11 +75,8 @@ def check_shapes(path, tensors, shapes):
             raise UserError(f"{path} does not fit: {differing}")
 
 
-def save_optimizer(folder, optimizer, name="optimizer", **counts):
-    """Write an optimizer's state, of tensors, as <name>.safetensors, the sizes of its groups beside it.
-
-    `counts`, numbers by name, stand beside the sizes.
-    """
+def save_optimizer(folder, optimizer, name):
+    """Write an optimizer's state, of tensors, as <name>.safetensors, the sizes of its groups beside it."""
     tensors = {}
     for k, moments in optimizer.state_dict()["state"].items():
         for moment, x in moments.items():
@@ -88,10 +85,10 @@ def save_optimizer(folder, optimizer, name="optimizer", **counts):
     if not is_main():
         return
     save_tensors(tensors, folder / f"{name}.safetensors")
-    (folder / f"{name}.json").write_text(json.dumps({"groups": group_sizes(optimizer), **counts}))
+    (folder / f"{name}.json").write_text(json.dumps({"groups": group_sizes(optimizer)}))
 
 
-def load_optimizer(folder, optimizer, name="optimizer"):
+def load_optimizer(folder, optimizer, name):
     """Restore what save_optimizer wrote; learning rates and other settings stay. Raises UserError where it can't."""
     path = folder / f"{name}.json"
     there = read_json(path).get("groups")

@@ -1,8 +1,9 @@
 """From chats to token ids and back: what an agent reads, rows padded on both sides, an answer's logits."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
+from types import SimpleNamespace
 
 import torch
 from transformers import (
@@ -34,9 +35,10 @@ def check_date(text):
 def encode(chat, before, agent):
     """Token ids that a transcript, whose ids so far are `before`, goes on with: of a prompt, or of what comes next.
 
-    `chat` is a string, or a list of messages. Later it is what the agent reads next: then the ids are the end of its
-    last answer, where it was cut, the new messages, and the start of an answer. Raises UserError for no tokens, for
-    tokens that the model does not know, and for messages that the chat template does not take.
+    `chat` is a string, a list of messages, or a list of ids, which are taken as they are. Later it is what the agent
+    reads next: then the ids are the end of its last answer, where it was cut, the new messages, and the start of an
+    answer. Raises UserError for no tokens, for tokens that the model does not know, and for messages that the chat
+    template does not take.
     """
     if isinstance(chat, list) and chat and isinstance(chat[0], int):
         ids = chat
@@ -289,16 +291,8 @@ def episode_rewards(rollout, dtype=torch.float32):
     return rollout.rewards.to(dtype).sum(1) + torch.tensor(before, dtype=dtype, device=rollout.rewards.device)
 
 
-@dataclass
-class Turn:
-    """What an agent read before it answered, and its answer."""
-
-    observation: str
-    answer: str
-
-
 def split_turns(rollout, b, agent):
-    """Episode b of an agent's rollout as text: {turn: Turn}, of the turns in which it answered."""
+    """Episode b of an agent's rollout as text: {turn: (what it read, its answer)}, where it answered."""
     length = int(rollout.attention_mask[b].sum())
     ids = rollout.ids[b, :length].tolist()
     numbers = rollout.turns[b, :length].tolist()
@@ -309,7 +303,7 @@ def split_turns(rollout, b, agent):
             read.append(token)
         elif number not in turns:
             observation = agent.tokenizer.decode(read, skip_special_tokens=True)
-            turns[number] = Turn(observation, rollout.answers[b][len(turns)])
+            turns[number] = (observation, rollout.answers[b][len(turns)])
             read = []
     return turns
 
@@ -362,11 +356,11 @@ def join_transcripts(agents, rollouts, critic, reads, writes):
     rows = []
     for b in range(len(rollouts[0].ids)):
         own_turns = [split_turns(rollout, b, agent) for agent, rollout in zip(agents, rollouts)]
-        row = Row()
+        row = SimpleNamespace(ids=[], turns=[], rewards=(), answers=(), earned=())  # as pad_right takes it
         for turn in sorted({turn for turns in own_turns for turn in turns}):
             acting = {i: turns[turn] for i, turns in enumerate(own_turns) if turn in turns}
-            observations = "".join(reads.format(i, each.observation) for i, each in acting.items())
-            answers = "".join(writes.format(i, each.answer) for i, each in acting.items())
+            observations = "".join(reads.format(i, observation) for i, (observation, _) in acting.items())
+            answers = "".join(writes.format(i, answer) for i, (_, answer) in acting.items())
             prompt_ids = encode_text(observations) if row.ids else encode_prompt(observations, tokenizer)
             answer_ids = encode_text(answers)
             row.ids += [*prompt_ids, end, *answer_ids]
@@ -382,17 +376,6 @@ def join_transcripts(agents, rollouts, critic, reads, writes):
     padded = pad_right(rows, critic.critic)
     ids = padded["ids"] * padded["attention_mask"]  # 0 for padding: its token may be one that the critic does not know
     return JointTranscripts(ids, padded["attention_mask"], padded["turns"])
-
-
-@dataclass
-class Row:
-    """A text of a team, as pad_right takes it."""
-
-    ids: list = field(default_factory=list)
-    turns: list = field(default_factory=list)
-    rewards: tuple = ()
-    answers: tuple = ()
-    earned: tuple = ()
 
 
 # --- Sampling ---------------------------------------------------------------------------------------------------------

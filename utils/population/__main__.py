@@ -37,13 +37,13 @@ from utils.cli import (
 )
 from utils.files import read_json, read_rows
 from utils.population.folder import Population
-from utils.run.folder import OF_FOLDER, OF_MACHINE
-from utils.run.fork import OF_AGENTS, OF_LENGTH
+from utils.run.folder import OF_FOLDER, OF_LENGTH, OF_MACHINE
+from utils.run.fork import OF_AGENTS, OF_UPDATE
 from utils.run.report import EVAL_REWARD
 
 OWN = ("--fork", "--pause-at")  # flags that a run gets from here, beside those of utils.benchmark
 # Flags that a fork may not change, or that change how long a run is or what its fitness is a mean of
-FIXED = {*OF_AGENTS, *OF_LENGTH, "num_train_epochs", "max_episodes"}
+FIXED = {*OF_AGENTS, *OF_UPDATE, *OF_LENGTH}
 FIXED |= {*"seed train_size eval_size eval_interval max_prompt_length".split()}
 
 

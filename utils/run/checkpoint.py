@@ -51,11 +51,9 @@ def files_in(folder):
 
 def digest(path):
     """Size in bytes and SHA-256 of a file."""
-    sha256 = hashlib.sha256()
     with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            sha256.update(part)
-        return {"bytes": file.tell(), "sha256": sha256.hexdigest()}
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": sha256}
 
 
 def newest_whole(folder, tell=say):

@@ -165,16 +165,7 @@ def check_untrained(folder, step=0):
 
 def outputs(folder):
     """What an earlier run left in a folder, links that lead nowhere too."""
-    names = [
-        "checkpoints",
-        "metrics.csv",
-        "samples.jsonl",
-        "curves.png",
-        "agent_[0-9]*",
-        "critic",
-        "base",
-        "config.json",
-    ]
+    names = "checkpoints metrics.csv samples.jsonl curves.png agent_[0-9]* critic base config.json".split()
     found = [path for name in names for path in folder.glob(name)]
     return found + [folder / name for name in names if (folder / name).is_symlink() and folder / name not in found]
 

@@ -16,7 +16,7 @@ use_separate_reference_adapter lora_rank lora_alpha lora_dropout lora_target_mod
 load_checkpoint load_optimizer keep_reference fresh_critic merge_lora_configs""".split()
 OF_DATA = ["task", "env", "dataset"]  # where these differ, items are read from the first on
 OF_REWARDS = [*OF_DATA, "reward_normalization"]  # where these differ, what agents earn is of another size
-OF_LENGTH = ["rollout_buffer_size", "num_generations"]  # what an update is: those of the run are counted on
+OF_UPDATE = ["rollout_buffer_size", "num_generations"]  # what an update is: those of the run are counted on
 
 
 def fork_of(args, script, folder, free, task):
@@ -35,7 +35,7 @@ def fork_of(args, script, folder, free, task):
         here = getattr(args, name)
         if here != there and name not in (*free, "fork"):
             changed[name] = [there, here]
-            if name in OF_AGENTS or name in OF_LENGTH:
+            if name in OF_AGENTS or name in OF_UPDATE:
                 fixed.append(f"{flag_name(name)} {there} there, {here} here")
     if fixed:
         raise UserError(f"--fork {args.fork} goes on with what that run has, and these differ: {'; '.join(fixed)}")
@@ -66,14 +66,6 @@ def find_checkpoint(fork, run):
         return path, state["step"]
     check_whole(Path(fork))
     return Path(fork), read_json(Path(fork) / STATE)["step"]
-
-
-def newest(fork):
-    """The checkpoint that is forked, not looked into, or None."""
-    if run_of(fork) != fork:
-        return Path(fork)
-    saved = checkpoints(Path(fork) / "checkpoints")
-    return saved[-1] if saved else None
 
 
 def copy_fork(fork, folder):

@@ -14,7 +14,7 @@ EXACT_SCORES = {"eval/exploitability": "exploitability, exact", "eval/return": "
 
 
 def draw_curves(rows, path, title, optimum=None):
-    """curves.png: reward, response lengths, entropy, value loss, explained variance, distance to the reference."""
+    """curves.png: reward, response lengths, entropy, value loss, explained variance, log-prob. under the reference."""
     from matplotlib.figure import Figure  # here, so that no start waits for it
 
     steps = [row["global_step"] for row in rows]
