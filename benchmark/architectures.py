@@ -225,7 +225,7 @@ def read_alone(policy, ids, where):
             before = where[row].nonzero().squeeze(1) - 1
             hidden_states.append(out.hidden_states[-1][0, before])
             logits.append(out.logits[0, before] if "logits" in out else None)
-    return models.policy.Output(None if logits[0] is None else torch.cat(logits), torch.cat(hidden_states))
+    return causal_lm.Output(None if logits[0] is None else torch.cat(logits), torch.cat(hidden_states))
 
 
 def reading_error(policy):
