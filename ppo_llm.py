@@ -2,25 +2,25 @@
 
 Each agent has its own actor and critic: adapters on a base that agents share (--lora-rank 0: whole models). With
 --no-use-separate-critic the critic is a value head on the actor, and the critic's loss trains the actor too. Turn k is
-the environment's k-th step, a_t the t-th token that an agent samples (in turn k), h_t all it read and wrote before:
+the environment's k-th step, action a_t the t-th token an agent samples (in turn k), h_t all it read and wrote before:
 
-    r_t     = the agent's rewards from a_t to a_{t+1}  --reward-normalization divides them by the std of episodes' sums
+    r_t     = the agent's rewards from a_t to a_{t+1}  0 before an answer's last token; --reward-normalization scales it
     m_k     = mean of its undiscounted sum of r from turn k on, over the rollout's episodes in which it acts in turn k
     V(h_t)  = critic(h_t) + m_k                        m_k is not in PPO and not trained: the critic learns what is left
-    delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t counts its actions through all turns
+    delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  old: before the update; t counts its actions through all turns
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438
-    rho     = pi(a_t|h_t) / pi_old(a_t|h_t),  d = log pi_ref(a_t|h_t) - log pi(a_t|h_t),  eps = clip_coef
+    A'      = (A - mean) / s                           over the rollout's actions; s = max(std, 0.98 * last update's s)
+    rho     = pi(a_t|h_t) / pi_old(a_t|h_t)            its clip, and that of V, have eps = clip_coef
+    d       = log pi_ref(a_t|h_t) - log pi(a_t|h_t)    pi_ref: the initial policy or an older actor
     actor     minimises  mean of  max(-A' rho, -A' clip(rho, 1 - eps, 1 + eps)) + kl_loss_coef (exp(d) - d - 1)
                                   - entropy_coef H(pi(.|h_t))
     critic    minimises  mean of  value_loss_coef / 2 max((V(h_t) - R_t)^2, (V_clip - R_t)^2),
                                   R_t = A_t + V_old(h_t), V_clip = V_old(h_t) + clip(V(h_t) - V_old(h_t), -eps, eps)
 
-Old:   pi_old, V_old, m, A' and R are computed once per rollout; pi_ref is the initial policy or an older actor.
-End:   After its last action V_old(h_{t+1}) = 0, also where --num-turns ends a task or a one-player game. If it is cut
-       (a match of several by --num-turns, any episode by its environment or for lack of room) V_old(h_{t+1}) is
-       critic(all read and written) + m_after, the mean of what it earns after such a turn if it acts again.
-A':    (A - mean) / s, with mean and std over the rollout's actions, s = max(std, 0.98 * s of the previous update). This
-       slow s is not in PPO. Without --advantage-normalization A' = A.
+Old:   pi_old, V_old, m, A' and R are computed once per rollout. In PPO s = std; --no-advantage-normalization: A' = A.
+End:   V_old(h_{t+1}) = 0 after an agent's last action, also where --num-turns ends a task or a one-player game. If the
+       episode was cut (by its environment, for lack of room, or a match of several players by --num-turns), it is
+       critic(all read and written) + m_after: the mean of what later actions earn, where it acts after such a turn.
 Means: the actor's is over a mini-batch's sampled tokens, the critic's over its actions.
 Turns: with --action-granularity turn a whole answer is one action, with one r, V, delta, A and R. All its tokens have
        its A', while rho, d and H stay per token. Its V is that of its first token (--turn-value-reduction has others).
@@ -73,7 +73,7 @@ class Args(tasks.TaskArgs, FolderArgs, OpponentArgs, models.ModelArgs, models.Cr
 
     # Rollouts
     rollout_buffer_size: PositiveInt = 64  # episodes per update, all processes together
-    num_generations: PositiveInt = 1  # episodes per item, in neighbouring rows; not compared as in GRPO
+    num_generations: PositiveInt = 1  # episodes per training item, in neighbouring rows; not compared as in GRPO
     num_turns: PositiveInt = 6  # most turns of an episode (your own TeamEnv must keep to it)
     max_new_tokens: PositiveInt = 8  # longest answer, in tokens
     do_sample: bool = True  # --no-do-sample: greedy answers
@@ -88,8 +88,8 @@ class Args(tasks.TaskArgs, FolderArgs, OpponentArgs, models.ModelArgs, models.Cr
     )
     gamma: Fraction = 1.0  # discount factor, from action to action
     gae_lambda: Fraction = 0.85  # lambda of GAE, from action to action, as gamma; 0.95 for long answers in one turn
-    reward_normalization: bool = False  # divide rewards by the deviation of what episodes earn, if there is one
-    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that standard deviation
+    reward_normalization: bool = False  # divide rewards by the std of episodes' sums (by 1 where that is 0)
+    reward_norm_eps: PositiveFloat = needs("reward_normalization", default=1e-3)  # added to that std
     turn_baseline: bool = True  # one m_k per turn; else a single mean over all turns
     advantage_normalization: bool = True  # centre and scale advantages over the rollout's actions
 
@@ -112,8 +112,8 @@ class Args(tasks.TaskArgs, FolderArgs, OpponentArgs, models.ModelArgs, models.Cr
 
 
 # --- The default game (--env takes another one, --task a task) --------------------------------------------------------
-# An Env plays one episode; truncated=True cuts it. utils.envs.Games plays B of them, in place of TeamEnv below, which
-# plays tasks alone (--task NAME or FILE.py). The functions of a task, and which arguments they get: docs/tasks.md.
+# An Env plays one episode; truncated=True cuts it. utils.envs.Games plays B of them: `play` calls it in the place of
+# TeamEnv below, which is for tasks (--task NAME or FILE.py). A task's functions and their arguments: docs/tasks.md.
 
 
 class Env:
@@ -386,20 +386,19 @@ def gae(rewards, values, mask, gamma, gae_lambda):
     return advantages * mask, (advantages + values) * mask
 
 
-def mean_rewards_to_go(rewards, turns, is_cut_end, args):
+def mean_rewards_to_go(rewards, turns, last_turn, is_cut_end, args):
     """m [B, S], the part of V that is not the critic's: m_k on the tokens of turn k, m_after at a cut end; else unused.
 
-    m_k: mean sum of rewards from turn k on, over episodes (the row's own included) in which the agent acts in turn k.
-    m_after, for a row whose last turn is k: what a cut episode would still have earned, which is taken to be the mean
-    sum of rewards after turn k over episodes in which the agent acts in turn k and again later; m_k if there are none.
-    With --no-turn-baseline both are one mean over all turns and episodes. In self-play a row is a seat in an episode.
+    m_k: the mean, over rows (a token's own too) in which the agent acts in turn k, of what it earns from turn k on.
+    m_after stands for what an episode that was cut, k the agent's last turn, would still have earned: the mean, over
+    rows in which it acts in turn k and again later, of what its actions after turn k earn; m_k if there are none.
+    With --no-turn-baseline both are one mean over all turns and rows. A row is an episode, in self-play a seat in one.
     """
-    last_turn = distributed.max(turns)  # T
     acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: acted in turn k
     rewards_to_go = sum_by(turns, rewards, last_turn).flip(1).cumsum(1).flip(1)  # [B, T + 1] earned from turn k on
-    m_k = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] in column k, 0 in column 0
+    m_k = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k of every k; 0 is no turn
     own_last_turn = turns.amax(1, keepdim=True)  # [B, 1]
-    acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)  # in turn k and later
+    acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)  # in turn k, and later too
     rewards_after = pad(rewards_to_go[:, 1:], (0, 1))  # [B, T + 1] earned from its first action after turn k on
     m_after = distributed.masked_mean(rewards_after, acts_again, dim=0)
     m_after = m_after.where(distributed.sum(acts_again.sum(0)) > 0, m_k)  # if it never acts again, in any process
@@ -417,16 +416,17 @@ def learn(agent, rollout, args, generator):
     last_column = mask.shape[1] - 1  # padding in all rows
 
     # 1. Actions: tokens or turns. The r, V, A and R of an action stand in the column of its last token
-    if args.action_granularity == "token" or (args.action_granularity == "auto" and distributed.max(rollout.turns) < 2):
+    last_turn = distributed.max(rollout.turns)  # T, of all processes
+    if args.action_granularity == "token" or (args.action_granularity == "auto" and last_turn < 2):
         action_column = columns  # [B, S] for each sampled token, the column of its action
         action_mask = mask  # [B, S] 1 where an action stands
-        value_weights = mask  # [B, S] the weight of V of a token in V of its action
+        value_weights = mask  # [B, S] how much V before a token counts in V of its action
     else:
         is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
         action_mask = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))  # 1 on its last
-        number = (is_first.cumsum(1) * mask).long()  # [B, S] of a token's action: 0 1 1 0 2 2 0 for turns 0 3 3 0 4 4 0
-        action_column = sum_by(number, columns * action_mask.long(), last_column).gather(1, number)  # 0 2 2 0 5 5 0
-        tokens_of_turn = sum_by(action_column, mask, last_column).gather(1, action_column).clamp(min=1)
+        # sum_by notes each turn's last column, gather looks it up for its tokens: 0 2 2 0 5 5 0 for turns 0 3 3 0 4 4 0
+        action_column = sum_by(rollout.turns, columns * action_mask.long(), last_turn).gather(1, rollout.turns)
+        tokens_of_turn = sum_by(rollout.turns, mask, last_turn).gather(1, rollout.turns).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": action_mask}
         value_weights = reductions[args.turn_value_reduction]
 
@@ -440,20 +440,20 @@ def learn(agent, rollout, args, generator):
     if args.reward_normalization:
         _, std = distributed.mean_std(rewards.sum(1), mask.amax(1))  # of episodes in which the agent acted
         rewards = rewards / (std.where(std > 1e-6, 1.0) + args.reward_norm_eps)  # 1 where all earn the same
-    m = mean_rewards_to_go(rewards, rollout.turns, is_cut_end, args)  # [B, S] V = critic + m; m = 0: the usual V of PPO
+    m = mean_rewards_to_go(rewards, rollout.turns, last_turn, is_cut_end, args)  # [B, S] V = critic + m; PPO has m = 0
 
     # 4. Log-probabilities and values before the update, without gradients: actor, critic model and, for a KL loss, the
     #    reference read the rollout once. With --top-p or vLLM these are not the sampler's, for which nothing corrects
     old_logprobs = torch.zeros_like(mask)  # log pi_old
     ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     old_token_values = torch.zeros_like(mask)
-    with torch.no_grad():
+    with torch.no_grad():  # the actor reads cut ends too: a value head on it needs its hidden states there
         for rows in lengths.argsort().split(args.micro_batch_size):
             old_logprobs[rows], _, hidden_states = policy_forward(agent.actor, rollout, places, rows, args)
             if args.kl_loss_coef > 0:
                 ref_logprobs[rows], _, _ = policy_forward(agent.reference, rollout, rollout.mask, rows, args)
             old_token_values[rows] = critic_forward(agent, rollout, places, rows, hidden_states, m)
-    old_logprobs = old_logprobs.where(rollout.mask, 0.0)  # drops the padding token's, at a cut end
+    old_logprobs = old_logprobs.where(rollout.mask, 0.0)  # at a cut end no token was sampled: only V is wanted
     old_values = sum_by(action_column, old_token_values * value_weights, last_column)  # [B, S] of actions; else 0
     # gae takes V = 0 after a row's last action, so in a cut row that action also earns gamma V_old at the cut end
     last_action = (columns * rollout.mask).amax(1, keepdim=True).expand_as(columns)  # its column
@@ -464,7 +464,7 @@ def learn(agent, rollout, args, generator):
     advantages, returns = gae(rewards + cut_rewards, old_values, action_mask, args.gamma, args.gae_lambda)
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, action_mask)
-        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # slow to fall: a tiny std would amplify noise
+        agent.state["std"] = max(float(std), 0.98 * agent.state["std"])  # s, slow to fall: a tiny std amplifies noise
         advantages = (advantages - mean) / (agent.state["std"] + 1e-8)  # A'
     advantages = advantages.gather(1, action_column)  # [B, S] each sampled token has its action's; masks hide the rest
 
