@@ -371,6 +371,11 @@ def test_a_random_player_without_legal_answers_is_a_line(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_random_player_leaves_the_agent_a_move_in_each_seat(tmp_path):
+    with pytest.raises(UserError, match="^--opponent-run random takes a move of each seat, --num-turns 2 or more, got"):
+        train(tmp_path / "run", **against("random", num_turns=1))
+
+
 # --- Bad input --------------------------------------------------------------------------------------------------------
 
 

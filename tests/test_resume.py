@@ -212,6 +212,15 @@ def test_lines_that_were_damaged_behind_the_checkpoint_are_cut(undisturbed):
     assert_same("run", undisturbed("ippo"))
 
 
+@pytest.mark.parametrize("name, text", [("metrics.csv", b"reward_mean"), ("samples.jsonl", b"prompts")])
+def test_lines_that_were_damaged_before_the_checkpoint_are_told(name, text):
+    train("ippo", pause_at=1)
+    path = Path("run", name)
+    path.write_bytes(path.read_bytes().replace(text, text[:-1] + b"\xff", 1))
+    with pytest.raises(UserError, match="^metrics.csv or samples.jsonl in run has a line that can't be read: "):
+        train("ippo", resume="run")
+
+
 def test_a_copy_of_a_checkpoint_is_none_to_go_on_from(undisturbed):
     train("ippo", pause_at=2, **KEPT)
     shutil.copytree("run/checkpoints/update_000001", "run/checkpoints/update_000001_best")

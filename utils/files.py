@@ -83,9 +83,9 @@ def read_rows(path, most=None):
 
     Raises ValueError.
     """
-    lines = whole_lines(path)
+    lines = [line.decode() for line in whole_lines(path)[: None if most is None else most + 1]]
     try:
-        columns, *rows = [*csv.reader(lines if most is None else lines[: most + 1])] or [[]]
+        columns, *rows = [*csv.reader(lines)] or [[]]
     except csv.Error as error:
         raise ValueError(str(error)) from error
     return [{key: float(x) if x else None for key, x in zip(columns, row, strict=True)} for row in rows]
@@ -107,12 +107,12 @@ def with_json_keys(value):
 
 
 def whole_lines(path):
-    """The lines of a file, if there is one, but for a last one that was cut off. Raises UserError.
+    """The lines of a file, bytes, if there is one, but for a last one that was cut off. Raises UserError.
 
-    What is no UTF-8 is U+FFFD in them: where power was lost, the last lines may hold any bytes.
+    They are not decoded here: where power was lost, those behind the last checkpoint may hold any bytes.
     """
     check_inside(path)
-    return [line.decode(errors="replace") for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
+    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
 def check_inside(path):

@@ -124,6 +124,9 @@ class RandomOpponents(Opponents):
     def __init__(self, agent, game, args):
         if not has_random_player(game):
             raise UserError("--opponent-run random takes a game that says what is legal: open_spiel, pettingzoo")
+        if args.num_turns < args.num_agents:  # in the last seat the agent would not move in any match
+            takes = f"a move of each seat, --num-turns {args.num_agents} or more"
+            raise UserError(f"--opponent-run random takes {takes}, got {args.num_turns}")
         self.agent = agent
         self.args = args
         self.game = game

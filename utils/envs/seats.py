@@ -52,7 +52,7 @@ class Game:
 
 
 class Seats:
-    """B matches. A match that --num-turns ends is cut: every seat reads how it stands."""
+    """B matches. A match that --num-turns ends is cut: every seat reads how it stands, if any but random ones moved."""
 
     def __init__(self, game, items, args):
         self.game = game

@@ -31,7 +31,7 @@ class Output:
 
     logits: torch.Tensor | None  # [R, keep, vocabulary]; None: the model has no output layer
     hidden_states: torch.Tensor | None = None  # [R, keep, D] of the last layer; None: they were not asked for
-    cache: Any = None  # its reorder_cache(rows) leaves these rows in it; None: it was not asked for
+    cache: Any = None  # its reorder_cache(rows), or a Policy's select(keep), leaves rows in it; None: not asked for
 
 
 @dataclass

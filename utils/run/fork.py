@@ -80,7 +80,7 @@ def copy_fork(fork, folder):
         shutil.copytree(run / "checkpoints" / name, aside / name)
         check_whole(aside / name)
         lines = whole_lines(run / "metrics.csv")[: fork["step"] + 1]
-        (aside / "metrics.csv").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="")
+        (aside / "metrics.csv").write_bytes(b"".join(line + b"\n" for line in lines))
         if os.path.isfile(run / "samples.jsonl"):
             shutil.copyfile(run / "samples.jsonl", aside / "samples.jsonl")
     except (OSError, UserError) as error:
