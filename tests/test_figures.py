@@ -305,23 +305,21 @@ SENTENCES = [  # page, a sentence, its figures
     ),
     (
         "docs/games.md",
-        "falls from {} after the first update to {} after 400 with seed 1 (`benchmark/leduc`)",
-        lambda: leduc(1, 400),
+        "falls from {}, {} and {} after the first update (seeds 1 to 3) to {}, {} and {} after 200, and to {}, {} and "
+        "{} after 400 (`benchmark/leduc`)",
+        lambda: [value for update in (1, 200, 400) for seed in (1, 2, 3) for value in leduc(update, seed=seed)],
     ),
     (
         "docs/games.md",
-        "Seed 2 is slower: from {} it comes to {} after 100 updates and to {} after 200, where it was stopped and seed "
-        "1 has {}.",
-        lambda: [*leduc(1, 100, 200, seed=2), *leduc(200)],
+        "it rises instead: to {} and {} at most (seeds 1 and 2), and is at {} and {} after 200 updates",
+        lambda: [
+            *(max(leduc(*range(25, 201, 25), rule="none", seed=seed)) for seed in (1, 2)),
+            *(value for seed in (1, 2) for value in leduc(200, rule="none", seed=seed)),
+        ],
     ),
     (
         "docs/games.md",
-        "seed 1 comes from {} to {} after 100 updates and to {} after 200, soon before it was stopped.",
-        lambda: leduc(1, 100, 200, rule="none"),
-    ),
-    (
-        "docs/games.md",
-        "it has {} after 100, where it was stopped and the run above has {}.",
+        "seed 1 has {} after 100, where it was stopped and has {} with one that moves.",
         lambda: [*leduc(100, rule="initial"), *leduc(100)],
     ),
     (
