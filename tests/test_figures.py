@@ -119,9 +119,9 @@ def seconds_on_questions(place):
     return [f"{median(seconds[1 - place] for seconds in own):.0f}" for own in parts]
 
 
-def leduc(*updates, rule="reading", seed=1):
+def leduc(*updates, rule="moving_reference", seed=1):
     """Exploitability of Leduc poker after some updates."""
-    rows = read_metrics(ROOT / f"benchmark/leduc/{rule}__{seed}")
+    rows = read_metrics(ROOT / f"benchmark/leduc/results/{rule}__{seed}")
     return [f"{rows[update - 1]['eval/exploitability']:.2f}" for update in updates]
 
 
@@ -313,14 +313,14 @@ SENTENCES = [  # page, a sentence, its figures
         "docs/games.md",
         "it rises instead: to {} and {} at most (seeds 1 and 2), and is at {} and {} after 200 updates",
         lambda: [
-            *(max(leduc(*range(25, 201, 25), rule="none", seed=seed)) for seed in (1, 2)),
-            *(value for seed in (1, 2) for value in leduc(200, rule="none", seed=seed)),
+            *(max(leduc(*range(25, 201, 25), rule="nothing", seed=seed)) for seed in (1, 2)),
+            *(value for seed in (1, 2) for value in leduc(200, rule="nothing", seed=seed)),
         ],
     ),
     (
         "docs/games.md",
         "seed 1 has {} after 100, where it was stopped and has {} with one that moves.",
-        lambda: [*leduc(100, rule="initial"), *leduc(100)],
+        lambda: [*leduc(100, rule="initial_reference"), *leduc(100)],
     ),
     (
         "docs/report.md",

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+import ppo_llm
 from benchmark import games
-from utils.cli import UserError
+from utils.cli import UserError, parse
 from utils.run.reader import read_metrics
 
 pytest.importorskip("pyspiel")
@@ -26,15 +27,35 @@ def test_a_study_in_short_is_run_scored_and_drawn(tmp_path):
 
 
 def test_the_table_has_the_mean_of_seeds_and_the_lowest_of_each():
-    """Of two seeds the means of draws are 0.1, 0.2, 0.2, 0.3, and the interval is 7.5 % of the way in from each end."""
-    seeds = [np.array([[1, 2], [0.3, 0.1], [0.5, 0.02]]), np.array([[1, 2], [0.1, 0.3], [0.5, 0.04]])]
-    line = games.table({"nothing": seeds})[-2]
+    """Of two seeds the means of draws are 0.1, 0.2, 0.2, 0.3, and the interval is 7.5 % of the way in from each end.
+
+    What a run has played beyond the shortest one is left out.
+    """
+    seeds = [np.array([[1, 2, 3], [0.3, 0.1, 0], [0.5, 0.02, 1]]), np.array([[1, 2], [0.1, 0.3], [0.5, 0.04]])]
+    header, _, line, _ = games.table({"nothing": seeds})
+    assert "exploitability after 2 matches" in header
     assert line.startswith("| nothing | 2 | 0.200 | 0.108 to 0.292 | 0.100 0.300 | 0.100 | 3.0% |")
+
+
+@pytest.mark.parametrize("game", games.GAMES)
+@pytest.mark.parametrize("size, num_updates", [("full", 400), ("quick", 8)])
+def test_runs_are_as_long_as_their_study_says(game, size, num_updates):
+    words = {variant: games.job_of(game, variant, 3, "some/base", size).argv for variant in games.GAMES[game].variants}
+    of_runs = {variant: parse(ppo_llm.Args, argv[2:]) for variant, argv in words.items()}
+    for args in of_runs.values():
+        assert (args.env, args.model, args.seed) == (f"open_spiel:{game}_poker", ("some/base",), 3)
+        assert args.train_size == num_updates * args.rollout_buffer_size
+    assert of_runs["moving reference"].reference_update_interval == 50 and of_runs["nothing"].kl_loss_coef == 0
 
 
 @pytest.mark.parametrize(
     "flags, message",
-    [({"only": ("no",)}, "--only takes"), ({"size": "quick"}, "another --output-dir"), ({"seeds": (1, 1)}, "--seeds")],
+    [
+        ({"only": ("no",)}, "--only takes"),
+        ({"game": "leduc", "only": ("entropy, held",)}, "--only takes"),
+        ({"size": "quick"}, "another --output-dir"),
+        ({"seeds": (1, 1)}, "--seeds"),
+    ],
 )
 def test_bad_input_is_one_line(flags, message):
     with pytest.raises(UserError, match=message) as error:
