@@ -8,7 +8,7 @@ agent i reads its own part h_t^i and gives answer a_t^i. log pi sums over an ans
     e_t     = c_t / (s + reward_norm_eps)              s = max(std of sum_t c_t over episodes, 0.98 * last s)
     m_t     = mean of sum_{j >= t} e_j over the rollout's episodes that have a turn t (undiscounted, without KL)
     V(h_t)  = critic(h_t) + m_t                        m_t is not trained: the critic learns what is left
-    r_t     = e_t - kl_coef * sum_i (log pi_old(a_t^i|h_t^i) - log pi_ref(a_t^i|h_t^i))  over agents i that act
+    r_t     = e_t - kl_coef * sum_{i acts} (log pi_old(a_t^i|h_t^i) - log pi_ref(a_t^i|h_t^i))  old: before the update
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  the team's TD error; V_old = 0 after the last turn or a cut
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout
     actor i   maximises  (mean over turns of log pi(a_t^i|h_t^i) A'_t) + entropy_coef * (mean over its tokens of H)
@@ -336,8 +336,8 @@ def policy_forward(policy, rollout, rows, args):
 def critic_forward(critic, joint, rows, m):
     """V(h_t) = critic(h_t) + m_t in column t, [M, T + 1]; m_t alone in turns in which no agent acts. m is [T + 1].
 
-    joint: ids, attention_mask and marks [B, tokens]. A row is, turn by turn, what the acting agents read, an end token
-    that only marks the place, and what they write, re-tokenised. critic(h_t): the value head's output before that mark.
+    joint: ids, attention_mask and marks [B, tokens]. A row is, turn by turn, what the acting agents read, an end token,
+    and what they write, as the critic's tokens. critic(h_t): the value head's output just before turn t's end token.
     """
     marks = joint.marks[rows]  # [M, tokens] t on the end token of turn t, 0 elsewhere
     out = critic.critic.read(joint.ids[rows], before=marks > 0)
@@ -370,7 +370,7 @@ def learn(agents, critic, rollouts, args, generator):
     with torch.no_grad():
         for agent, rollout in zip(agents, rollouts):
             mask = rollout.mask.float()  # [B, S] 1 on tokens that the agent sampled
-            old_logprobs = torch.zeros_like(mask)  # log pi_old; a ratio needs a list of them, one per agent
+            old_logprobs = torch.zeros_like(mask)  # log pi_old; for a ratio of your own keep each agent's
             ref_logprobs = torch.zeros_like(mask)  # log pi_ref
             for rows in rollout.attention_mask.sum(1).argsort().split(args.micro_batch_size):  # by length: less padding
                 old_logprobs[rows], _ = policy_forward(agent.actor, rollout, rows, args)
@@ -400,7 +400,7 @@ def learn(agents, critic, rollouts, args, generator):
         minibatches = order.split(args.mini_batch_size // distributed.world_size())
         for minibatch in minibatches:
             # Gradients are averaged over processes: a sum / the mean count then becomes the total sum / the total count
-            turn_count = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)  # (episode, turn) pairs
+            turn_count = distributed.mean(acted[minibatch].sum()).clamp(min=1e-6)  # (episode, turn) pairs; 0: no loss
             token_counts = [distributed.mean(each.mask[minibatch].float().sum()).clamp(min=1e-6) for each in rollouts]
             for rows in minibatch[joint.attention_mask[minibatch].sum(1).argsort()].split(args.micro_batch_size):
                 for agent, rollout, token_count in zip(agents, rollouts, token_counts):

@@ -6,7 +6,7 @@ all that the agent has read and written before it gives answer a_t in turn t; lo
 a_t. `learn` computes, in this order:
 
     c_t     = rewards from its answer in turn t until its next (summed by `play`); those before its first are not used
-    r_t     = c_t - kl_coef (log pi_old(a_t|h_t) - log pi_ref(a_t|h_t))        0 in turns in which it waits
+    r_t     = c_t - kl_coef (log pi_old(a_t|h_t) - log pi_ref(a_t|h_t))  0 where it waits; old: before the update
     R_t     = r_t + gamma R_{t+1}                      turn by turn, also where it waits; 0 after the last turn
     A_t     = R_t - mean of the group's R_t            the group: the item's episodes in which it acts in turn t
     actor     maximises  (mean over answers of log pi(a_t|h_t) A_t) + entropy_coef * (mean over sampled tokens of H)
@@ -18,9 +18,9 @@ That A_t is --advantage-mode mean. The other modes replace the mean:
     raw     A_t = R_t
 
 The actor's means are over a mini-batch. pi_old and A_t are computed once per rollout: optimiser steps after the first
-are off-policy. pi_ref is the initial model. As in the paper the policy loss has no probability ratio and no clip
-(ppo_llm.py has both), and A_t is not divided by the standard deviation of the group's R_t; --advantage-normalization
-divides it. CoMLRL, the authors' library, samples K answers after every history, which makes K^T episodes of T turns.
+are off-policy. pi_ref is the initial model; the KL penalty is not in the paper. As in the paper the policy loss has no
+ratio and no clip (ppo_llm.py has both), and A_t is not divided by the standard deviation of the group's R_t;
+--advantage-normalization divides it. The authors' CoMLRL samples K answers after each history: K^T episodes of T turns.
 Here each of the K episodes is played from start to end: after turn 1 a group compares episodes that differ in h_t.
 
     python magrpo_llm.py --num-agents 2
@@ -74,10 +74,10 @@ class Args(tasks.TaskArgs, FolderArgs, models.ModelArgs, models.SamplingArgs):
 
     # Advantages
     gamma: Fraction = 1.0  # discount factor per turn; what an agent earns while it waits is added to its last answer
-    # subtracted from R_t: the mean of its group, the mean of the others in it, its maximum, or nothing
+    # what is subtracted from R_t: the mean of its group, the mean of the others in it, its maximum, or nothing
     advantage_mode: Literal["mean", "rloo", "max", "raw"] = "mean"
     kl_coef: NonNegativeFloat = 0.03  # weight of the KL penalty in r_t, in rewards per nat; 0: no passes to measure it
-    # divide A_t by the deviation of the group's R_t, KL penalty included; not with raw: it may be 0 where A_t is not
+    # divide A_t by the std of the group's R_t, KL penalty included; not with raw: that std may be 0 where A_t is not
     advantage_normalization: bool = not_with("advantage_mode=raw", default=False)
 
     # Optimisation
@@ -355,7 +355,7 @@ def group_advantages(returns, acted, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H, so a ratio is 1
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H (a ratio would be 1)
     lengths = rollout.attention_mask.sum(1)  # [B] rows of like length are read together: less padding
 
     # 1. log pi_old and log pi_ref: before any optimiser step, without gradients, one pass each of actor and reference
