@@ -1,13 +1,13 @@
-"""Independent Actor-Critic (IAC) for a team of language models, in one file.
+"""Independent Actor-Critic (IAC) for a team of language models, in one file. An action is a whole answer.
 
 Each agent has its own actor and critic; the other agents are part of its environment. The critic is a value head on the
 actor (its loss then trains the actor too) or a model of its own (--use-separate-critic). a_t is the agent's t-th
 answer, k the turn in which it gives it, h_t all that it has read and written before; log pi sums over a_t's tokens:
 
-    c_k     = the agent's rewards from its answer in turn k until its next answer, summed; 0 if it waits in turn k
+    c_k     = sum of rewards from its answer in turn k until its next, 0 if it waits; those before its first are unused
     e_k     = c_k / (s + reward_norm_eps)              s = max(std of sum_k c_k over episodes it acts in, 0.98 * last s)
     m_k     = mean of sum_{j >= k} e_j over the rollout's episodes in which it acts in turn k (undiscounted, without KL)
-    V(h_t)  = critic(h_t) + m_k                        m_k is not trained: the critic learns what is left
+    V(h_t)  = critic(h_t) + m_k                        the critic learns what m_k leaves; old: before the update
     r_t     = e_k - kl_coef (log pi_old - log pi_ref)  of the answer a_t; pi_ref: the initial model
     A_t     = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  TD error; V_old = 0 after its last answer; R_t = A_t + V_old(h_t)
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout's answers
@@ -239,14 +239,14 @@ class Rollout:
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
-    ids, attention_mask = models.pad_left(contexts, agent)
+    ids, attention_mask = models.pad_left(contexts, agent)  # [contexts, S] each
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     sampled = [[] for _ in contexts]
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
         out = agent.actor.next_token(ids, attention_mask, cache)  # with a cache it reads the last id alone
-        logits = process_logits(ids, out.logits / args.temperature)
+        logits = process_logits(ids, out.logits / args.temperature)  # [contexts, vocabulary]
         if args.do_sample:
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
         else:
@@ -285,7 +285,7 @@ def play(agents, task, items, args, generator):
                 for b, chat in observed.items():
                     # Messages go through the chat template, which adds the end token that the last answer may lack
                     own[b].extend(models.encode(chat, own[b].ids, agent))  # without what the model has no room for
-                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
+                    if len(own[b].ids) > agent.longest_prompt:  # no room to answer; always so where ids were left out
                         truncated.add(b)  # for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
@@ -336,9 +336,9 @@ def critic_forward(agent, rollout, rows, hidden_states, m):
     mask = rollout.mask[rows]
     if agent.critic is not None:
         hidden_states = agent.critic.read(rollout.ids[rows], before=mask).hidden_states
-    values = models.unflatten(agent.value_head(hidden_states), mask)  # [M, S] V before each sampled token
-    is_first = mask & (rollout.turns[rows] != pad(rollout.turns[rows, :-1], (1, 0)))  # tokens that begin an answer
-    return sum_by(rollout.turns[rows], values * is_first, len(m) - 1) + m  # a sum of one: V before the first token
+    values = models.unflatten(agent.value_head(hidden_states), mask)  # [M, S] critic(h) before each sampled token
+    is_first = rollout.turns[rows] > pad(rollout.turns[rows, :-1], (1, 0))  # [M, S] an answer begins: a higher turn
+    return sum_by(rollout.turns[rows], values * is_first, len(m) - 1) + m  # sums of one: one first token per answer
 
 
 def td_error(rewards, values, acted, gamma):
@@ -357,7 +357,7 @@ def td_error(rewards, values, acted, gamma):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H (a ratio would be 1)
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H
     lengths = rollout.attention_mask.sum(1)  # [B] rows of like length are read together: less padding
     last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
@@ -374,7 +374,7 @@ def learn(agent, rollout, args, generator):
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k in column k, 0 in column 0
 
     # 3. Before any optimiser step, without gradients: one pass each of actor, reference and, if any, critic model
-    old_logprobs = torch.zeros_like(mask)  # log pi_old, without --top-p ...; for the KL penalty, or a ratio
+    old_logprobs = torch.zeros_like(mask)  # log pi_old, without --top-p ...; a ratio of your own is 1 where mask is 0
     ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     old_values = torch.zeros_like(rewards)  # V_old
     with torch.no_grad():
@@ -388,7 +388,7 @@ def learn(agent, rollout, args, generator):
     advantages, returns = td_error(turn_rewards, old_values, acted, args.gamma)  # A_t, R_t
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, acted)
-        advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t
+        advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t; not 0 elsewhere: the loss masks that
 
     # 5. Optimiser steps: in each epoch actor and critic model read the rollout again, with gradients
     losses = []  # of micro-batches; those of a mini-batch add up to its loss

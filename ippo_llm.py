@@ -4,11 +4,11 @@ Each agent has its own actor and critic; the other agents are part of its enviro
 actor (its loss then trains the actor too) or a model of its own (--use-separate-critic). a_t is a token that the agent
 samples in turn k (step k of the environment), h_t all that it has read and written before. `learn` computes in order:
 
-    c_k     = the agent's rewards from its answer in turn k until its next answer, summed; 0 if it waits in turn k
+    c_k     = sum of rewards from its answer in turn k until its next, 0 if it waits; those before its first are unused
     e_k     = c_k / (s + reward_norm_eps)              s = max(std of sum_k c_k over episodes it acts in, 0.98 * last s)
     m_k     = mean of sum_{j >= k} e_j over the rollout's episodes in which it acts in turn k (undiscounted, without KL)
-    V(h_t)  = critic(h_t) + m_k                        m_k is not trained: the critic learns what is left
-    r_t     = -kl_coef (log pi_old - log pi_ref)       plus e_k on the last token of turn k; pi_ref: the initial model
+    V(h_t)  = critic(h_t) + m_k                        the critic learns what m_k leaves; old: before the update
+    r_t     = e_k - kl_coef (log pi_old - log pi_ref)  e_k on turn k's last token only; pi_ref: the initial model
     delta_t = r_t + gamma V_old(h_{t+1}) - V_old(h_t)  t + 1: its next sampled token; V_old = 0 after the last, or a cut
     A_t     = sum_l (gamma lambda)^l delta_{t+l}       GAE, arXiv 1506.02438; R_t = A_t + V_old(h_t)
     A'_t    = (A_t - mean) / (std + advantage_norm_eps), both over the rollout's sampled tokens
@@ -241,14 +241,14 @@ class Rollout:
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
-    ids, attention_mask = models.pad_left(contexts, agent)
+    ids, attention_mask = models.pad_left(contexts, agent)  # [contexts, S] each
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     sampled = [[] for _ in contexts]
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
         out = agent.actor.next_token(ids, attention_mask, cache)  # with a cache it reads the last id alone
-        logits = process_logits(ids, out.logits / args.temperature)
+        logits = process_logits(ids, out.logits / args.temperature)  # [contexts, vocabulary]
         if args.do_sample:
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
         else:
@@ -287,7 +287,7 @@ def play(agents, task, items, args, generator):
                 for b, chat in observed.items():
                     # Messages go through the chat template, which adds the end token that the last answer may lack
                     own[b].extend(models.encode(chat, own[b].ids, agent))  # without what the model has no room for
-                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
+                    if len(own[b].ids) > agent.longest_prompt:  # no room to answer; always so where ids were left out
                         truncated.add(b)  # for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
@@ -359,7 +359,7 @@ def gae(rewards, values, mask, gamma, gae_lambda):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H (a ratio would be 1)
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H
     lengths = rollout.attention_mask.sum(1)  # [B] rows of like length are read together: less padding
     last_turn = distributed.max(rollout.turns)  # T, the last in which this agent acts, in any episode
     acted = (sum_by(rollout.turns, mask, last_turn) > 0).float()  # [B, T + 1] 1 in column k: it acted in turn k
@@ -377,7 +377,7 @@ def learn(agent, rollout, args, generator):
     m = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k; m_0 = 0, so V = 0 on what it read
 
     # 3. Before any optimiser step, without gradients: one pass each of actor, reference and, if any, critic model
-    old_logprobs = torch.zeros_like(mask)  # log pi_old, without --top-p ...; for the KL penalty, or a ratio
+    old_logprobs = torch.zeros_like(mask)  # log pi_old, without --top-p ...; a ratio of your own is 1 where mask is 0
     ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     old_values = torch.zeros_like(rewards)  # V_old
     with torch.no_grad():
@@ -391,7 +391,7 @@ def learn(agent, rollout, args, generator):
     advantages, returns = gae(token_rewards, old_values, mask, args.gamma, args.gae_lambda)  # A_t, R_t
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, mask)
-        advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t
+        advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t; not 0 elsewhere: the loss masks that
 
     # 5. Optimiser steps: in each epoch actor and critic model read the rollout again, with gradients
     losses = []  # of micro-batches; those of a mini-batch add up to its loss

@@ -241,14 +241,14 @@ class Rollout:
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
-    ids, attention_mask = models.pad_left(contexts, agent)
+    ids, attention_mask = models.pad_left(contexts, agent)  # [contexts, S] each
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     sampled = [[] for _ in contexts]
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
         out = agent.actor.next_token(ids, attention_mask, cache)  # with a cache it reads the last id alone
-        logits = process_logits(ids, out.logits / args.temperature)
+        logits = process_logits(ids, out.logits / args.temperature)  # [contexts, vocabulary]
         if args.do_sample:
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
         else:
@@ -287,7 +287,7 @@ def play(agents, task, items, args, generator):
                 for b, chat in observed.items():
                     # Messages go through the chat template, which adds the end token that the last answer may lack
                     own[b].extend(models.encode(chat, own[b].ids, agent))  # without what the model has no room for
-                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
+                    if len(own[b].ids) > agent.longest_prompt:  # no room to answer; always so where ids were left out
                         truncated.add(b)  # for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
@@ -391,7 +391,7 @@ def learn(agents, critic, rollouts, args, generator):
     advantages = returns - old_values  # A_t
     if args.advantage_normalization:
         mean, std = distributed.mean_std(advantages, acted)
-        advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t
+        advantages = (advantages - mean) / (std + args.advantage_norm_eps)  # A'_t; not 0 elsewhere: the loss masks that
 
     # 5. Optimiser steps: in each epoch the actors and the critic read the rollout again, with gradients
     losses, value_losses = [], []  # of micro-batches; losses has N entries for each, one per agent

@@ -235,14 +235,14 @@ class Rollout:
 @torch.no_grad()
 def generate(agent, contexts, args, generator):
     """Continue each list of token ids; returns lists of sampled ids, with the end token of those that have ended."""
-    ids, attention_mask = models.pad_left(contexts, agent)
+    ids, attention_mask = models.pad_left(contexts, agent)  # [contexts, S] each
     process_logits = models.logits_processors(agent, ids, args)  # --top-p, --top-k, --min-p ...
     sampled = [[] for _ in contexts]
     rows = torch.arange(len(contexts))  # contexts whose answer goes on
     cache = None
     for _ in range(args.max_new_tokens):
         out = agent.actor.next_token(ids, attention_mask, cache)  # with a cache it reads the last id alone
-        logits = process_logits(ids, out.logits / args.temperature)
+        logits = process_logits(ids, out.logits / args.temperature)  # [contexts, vocabulary]
         if args.do_sample:
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
         else:
@@ -281,7 +281,7 @@ def play(agents, task, items, args, generator):
                 for b, chat in observed.items():
                     # Messages go through the chat template, which adds the end token that the last answer may lack
                     own[b].extend(models.encode(chat, own[b].ids, agent))  # without what the model has no room for
-                    if len(own[b].ids) > agent.longest_prompt:  # no room for an answer
+                    if len(own[b].ids) > agent.longest_prompt:  # no room to answer; always so where ids were left out
                         truncated.add(b)  # for all agents, before anyone answers
             actions = []
             for agent, own, observed in zip(agents, transcripts, observations):  # 2. They answer
@@ -355,11 +355,11 @@ def group_advantages(returns, acted, args):
 @timed
 def learn(agent, rollout, args, generator):
     """One update of an agent from its rollout; returns metrics. This function is the algorithm."""
-    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H (a ratio would be 1)
+    mask = rollout.mask.float()  # [B, S] 1 on sampled tokens; elsewhere 0, as are log pi and H
     lengths = rollout.attention_mask.sum(1)  # [B] rows of like length are read together: less padding
 
     # 1. log pi_old and log pi_ref: before any optimiser step, without gradients, one pass each of actor and reference
-    old_logprobs = torch.zeros_like(mask)  # log pi_old, without --top-p ...; for the KL penalty, or a ratio
+    old_logprobs = torch.zeros_like(mask)  # log pi_old, without --top-p ...; a ratio of your own is 1 where mask is 0
     ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     with torch.no_grad():
         for rows in lengths.argsort().split(args.micro_batch_size):
