@@ -170,17 +170,15 @@ class TeamEnv:
 
     def reset(self):
         """The first observations, N dicts {episode: chat}: what each agent reads before it acts."""
-        chats = {}
-        for b, item in enumerate(self.items):
-            chats[b] = [self.task.formatters(item, i) for i in range(self.args.num_agents)]
-        return self.record(chats)
+        agents = range(self.args.num_agents)
+        return self.record([{b: self.task.formatters(item, i) for b, item in enumerate(self.items)} for i in agents])
 
     def record(self, texts):
-        """Append {episode: N chats or answers} to the histories; returns them as N dicts {episode: chat or answer}."""
-        for b in texts:
-            for own_history, text in zip(self.histories[b], texts[b]):
-                own_history.append(text)
-        return [{b: texts[b][i] for b in texts} for i in range(self.args.num_agents)]
+        """Append N dicts {episode: chat or answer} to the histories; returns them."""
+        for i, own_texts in enumerate(texts):
+            for b, text in own_texts.items():
+                self.histories[b][i].append(text)
+        return texts
 
     def step(self, actions):
         """Play one turn, given the actions, N dicts {episode: answer}.
@@ -189,19 +187,19 @@ class TeamEnv:
         and the set of episodes that it cuts (here none): this turn's rewards count, new chats are read, not answered.
         """
         self.turn += 1
-        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers}
-        self.record(answers)
-        items = [self.items[b] for b in answers]
-        histories = [self.histories[b] for b in answers]
-        completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
+        self.record(actions)
+        episodes = [*actions[0]]  # those that go on, the same of all agents
+        items = [self.items[b] for b in episodes]
+        histories = [self.histories[b] for b in episodes]
+        completions = [[action[b] for b in episodes] for action in actions]  # N lists, one per agent
         rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists, the same for a team
-        next_chats = {}
+        next_chats = [{} for _ in actions]
         if self.turn < self.args.num_turns:
-            for b in answers:
-                chats = self.task.external_transition(self.items[b], answers[b], history=self.histories[b])
-                if chats is not None:
-                    next_chats[b] = chats
-        return self.record(next_chats), [dict(zip(answers, own_rewards)) for own_rewards in rewards], set()
+            for b, *answers in zip(episodes, *completions):
+                chats = self.task.external_transition(self.items[b], answers, history=self.histories[b])
+                for own_chats, chat in zip(next_chats, chats or []):  # None: the episode ends
+                    own_chats[b] = chat
+        return self.record(next_chats), [dict(zip(episodes, own_rewards)) for own_rewards in rewards], set()
 
 
 # --- Rollouts ---------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ the environment's k-th step, action a_t the t-th token an agent samples (in turn
 
 Old:   pi_old, V_old, m, A' and R are computed once per rollout. In PPO s = std; --no-advantage-normalization: A' = A.
 End:   V_old(h_{t+1}) = 0 after an agent's last action, also where --num-turns ends a task or a one-player game. If the
-       episode was cut (by its environment, for lack of room, or a match of several players by --num-turns), it is
-       critic(all read and written) + m_after: the mean of what later actions earn, where it acts after such a turn.
+       episode was cut (by its environment, for lack of room, or a match of several players by --num-turns), this V is
+       critic(all read and written) + m_after: the mean of what later actions earn, where the agent still has some.
 Means: the actor's is over a mini-batch's sampled tokens, the critic's over its actions.
 Turns: with --action-granularity turn a whole answer is one action, with one r, V, delta, A and R. All its tokens have
        its A', while rho, d and H stay per token. Its V is that of its first token (--turn-value-reduction has others).
@@ -54,6 +54,8 @@ from utils.envs.guess import guess_value, optimum  # noqa: F401  optimum: Env's 
 from utils.opponents import OpponentArgs, make_opponents  # --self-play: one agent in every seat of a game
 from utils.run import FolderArgs, Run
 
+PER_TOKEN = ("action_granularity=token", "action_granularity=auto&num_turns=1")  # flags that make an action a token
+
 
 @flags
 class Args(tasks.TaskArgs, FolderArgs, OpponentArgs, models.ModelArgs, models.CriticArgs, models.SamplingArgs):
@@ -83,9 +85,7 @@ class Args(tasks.TaskArgs, FolderArgs, OpponentArgs, models.ModelArgs, models.Cr
     # what is an action; auto: a turn if the agent acts after turn 1 in any episode of the rollout, else a token
     action_granularity: Literal["token", "turn", "auto"] = "token"
     # V of an answer: V before its first token, or the mean over its tokens, or V before its last; the last two bias A
-    turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(
-        "action_granularity=token", "action_granularity=auto&num_turns=1", default="first_value"
-    )
+    turn_value_reduction: Literal["first_value", "mean", "final_value"] = not_with(*PER_TOKEN, default="first_value")
     gamma: Fraction = 1.0  # discount factor, from action to action
     gae_lambda: Fraction = 0.85  # lambda of GAE, from action to action, as gamma; 0.95 for long answers in one turn
     reward_normalization: bool = False  # divide rewards by the std of episodes' sums (by 1 where that is 0)
@@ -97,7 +97,7 @@ class Args(tasks.TaskArgs, FolderArgs, OpponentArgs, models.ModelArgs, models.Cr
     update_epochs: PositiveInt = 2  # passes over a rollout
     clip_coef: PositiveFloat = 0.2  # eps of both clips: the ratio's around 1; V's around V_old, in (normalised) rewards
     # one ratio per turn, the product over its tokens, is clipped; else one per token
-    turn_level_clip: bool = not_with("action_granularity=token", "action_granularity=auto&num_turns=1", default=False)
+    turn_level_clip: bool = not_with(*PER_TOKEN, default=False)
     kl_loss_coef: NonNegativeFloat = 0.01  # weight of the KL penalty to the reference
     mini_batch_size: PositiveInt = 16  # transcripts per optimiser step, all processes (one per episode and own seat)
     micro_batch_size: PositiveInt = 16  # transcripts per forward pass, in each process
@@ -197,17 +197,15 @@ class TeamEnv:
 
     def reset(self):
         """The first observations, N dicts {episode: chat}: what each agent reads before it acts."""
-        chats = {}
-        for b, item in enumerate(self.items):
-            chats[b] = [self.task.formatters(item, i) for i in range(self.args.num_agents)]
-        return self.record(chats)
+        agents = range(self.args.num_agents)
+        return self.record([{b: self.task.formatters(item, i) for b, item in enumerate(self.items)} for i in agents])
 
     def record(self, texts):
-        """Append {episode: N chats or answers} to the histories; returns them as N dicts {episode: chat or answer}."""
-        for b in texts:
-            for own_history, text in zip(self.histories[b], texts[b]):
-                own_history.append(text)
-        return [{b: texts[b][i] for b in texts} for i in range(self.args.num_agents)]
+        """Append N dicts {episode: chat or answer} to the histories; returns them."""
+        for i, own_texts in enumerate(texts):
+            for b, text in own_texts.items():
+                self.histories[b][i].append(text)
+        return texts
 
     def step(self, actions):
         """Play one turn, given the actions, N dicts {episode: answer}.
@@ -216,19 +214,19 @@ class TeamEnv:
         and the set of episodes that it cuts (here none): this turn's rewards count, new chats are read, not answered.
         """
         self.turn += 1
-        answers = {b: [action[b] for action in actions] for b in actions[0]}  # {episode: N answers}
-        self.record(answers)
-        items = [self.items[b] for b in answers]
-        histories = [self.histories[b] for b in answers]
-        completions = [[action[b] for b in answers] for action in actions]  # N lists, one per agent
+        self.record(actions)
+        episodes = [*actions[0]]  # those that go on, the same of all agents
+        items = [self.items[b] for b in episodes]
+        histories = [self.histories[b] for b in episodes]
+        completions = [[action[b] for b in episodes] for action in actions]  # N lists, one per agent
         rewards = self.task.reward_func(*completions, items=items, histories=histories)  # N lists, the same for a team
-        next_chats = {}
+        next_chats = [{} for _ in actions]
         if self.turn < self.args.num_turns:
-            for b in answers:
-                chats = self.task.external_transition(self.items[b], answers[b], history=self.histories[b])
-                if chats is not None:
-                    next_chats[b] = chats
-        return self.record(next_chats), [dict(zip(answers, own_rewards)) for own_rewards in rewards], set()
+            for b, *answers in zip(episodes, *completions):
+                chats = self.task.external_transition(self.items[b], answers, history=self.histories[b])
+                for own_chats, chat in zip(next_chats, chats or []):  # None: the episode ends
+                    own_chats[b] = chat
+        return self.record(next_chats), [dict(zip(episodes, own_rewards)) for own_rewards in rewards], set()
 
 
 # --- Rollouts ---------------------------------------------------------------------------------------------------------
@@ -396,14 +394,14 @@ def mean_rewards_to_go(rewards, turns, last_turn, is_cut_end, args):
     """
     acted = (sum_by(turns, (turns > 0).float(), last_turn) > 0).float()  # [B, T + 1] 1 in column k: acted in turn k
     rewards_to_go = sum_by(turns, rewards, last_turn).flip(1).cumsum(1).flip(1)  # [B, T + 1] earned from turn k on
+    if not args.turn_baseline:
+        return distributed.masked_mean(rewards_to_go, acted).expand_as(turns)
     m_k = distributed.masked_mean(rewards_to_go, acted, dim=0)  # [T + 1] m_k of every k; 0 is no turn
     own_last_turn = turns.amax(1, keepdim=True)  # [B, 1]
-    acts_again = acted * (torch.arange(last_turn + 1, device=turns.device) < own_last_turn)  # in turn k, and later too
+    acts_again = acted.scatter(1, own_last_turn, 0.0)  # acted in turn k, which is not the row's last one
     rewards_after = pad(rewards_to_go[:, 1:], (0, 1))  # [B, T + 1] earned from its first action after turn k on
     m_after = distributed.masked_mean(rewards_after, acts_again, dim=0)
     m_after = m_after.where(distributed.sum(acts_again.sum(0)) > 0, m_k)  # if it never acts again, in any process
-    if not args.turn_baseline:
-        m_k = m_after = distributed.masked_mean(rewards_to_go, acted).expand_as(m_k)
     return torch.where(is_cut_end, m_after[own_last_turn], m_k[turns])
 
 
@@ -424,15 +422,14 @@ def learn(agent, rollout, args, generator):
     else:
         is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
         action_mask = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))  # 1 on its last
-        # sum_by notes each turn's last column, gather looks it up for its tokens: 0 2 2 0 5 5 0 for turns 0 3 3 0 4 4 0
-        action_column = sum_by(rollout.turns, columns * action_mask.long(), last_turn).gather(1, rollout.turns)
+        last_columns = sum_by(rollout.turns, columns * action_mask.long(), last_turn)  # [B, T + 1] of each turn
+        action_column = last_columns.gather(1, rollout.turns)  # 0 2 2 0 5 5 0 for turns 0 3 3 0 4 4 0
         tokens_of_turn = sum_by(rollout.turns, mask, last_turn).gather(1, rollout.turns).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": action_mask}
         value_weights = reductions[args.turn_value_reduction]
 
-    # 2. Cut episodes: V after all that was read and written stands at the cut end, a row's first column of padding
-    was_cut = rollout.truncated & (mask.amax(1) > 0)  # [B] only where the agent acted
-    is_cut_end = was_cut[:, None] & (columns == lengths[:, None])  # [B, S]; pad_right pads even the longest row
+    # 2. Cut episodes in which the agent acted: V after all it read and wrote stands at the cut end, the first padding
+    is_cut_end = (rollout.truncated & rollout.mask.any(1))[:, None] & (columns == lengths[:, None])  # [B, S]
     places = rollout.mask | is_cut_end  # [B, S] where step 4 computes V: at sampled tokens and cut ends
 
     # 3. Rewards r_t, and m_k, the mean of what is still earned from turn k on. The critic learns what is left
@@ -443,7 +440,7 @@ def learn(agent, rollout, args, generator):
     m = mean_rewards_to_go(rewards, rollout.turns, last_turn, is_cut_end, args)  # [B, S] V = critic + m; PPO has m = 0
 
     # 4. Log-probabilities and values before the update, without gradients: actor, critic model and, for a KL loss, the
-    #    reference read the rollout once. With --top-p or vLLM these are not the sampler's, for which nothing corrects
+    #    reference read the rollout once. With --top-p or vLLM these are not the sampler's; nothing corrects for that
     old_logprobs = torch.zeros_like(mask)  # log pi_old
     ref_logprobs = torch.zeros_like(mask)  # log pi_ref
     old_token_values = torch.zeros_like(mask)
@@ -456,8 +453,9 @@ def learn(agent, rollout, args, generator):
     old_logprobs = old_logprobs.where(rollout.mask, 0.0)  # at a cut end no token was sampled: only V is wanted
     old_values = sum_by(action_column, old_token_values * value_weights, last_column)  # [B, S] of actions; else 0
     # gae takes V = 0 after a row's last action, so in a cut row that action also earns gamma V_old at the cut end
-    last_action = (columns * rollout.mask).amax(1, keepdim=True).expand_as(columns)  # its column
-    cut_rewards = args.gamma * sum_by(last_action, old_token_values * is_cut_end, last_column)  # [B, S] 0 in other rows
+    last_action = (columns * rollout.mask).amax(1, keepdim=True)  # [B, 1] its column
+    cut_values = (old_token_values * is_cut_end).sum(1, keepdim=True)  # [B, 1] V_old at the cut end; 0 in other rows
+    cut_rewards = args.gamma * cut_values * (columns == last_action)  # [B, S]
 
     # 5. Advantages A_t, and returns R_t, the critic's targets, in actions' columns. Another algorithm replaces gae;
     #    without a critic: returns = old_values, --value-loss-coef 0, --no-use-separate-critic (no critic model runs)
