@@ -422,8 +422,8 @@ def learn(agent, rollout, args, generator):
     else:
         is_first = mask * (rollout.turns != pad(rollout.turns[:, :-1], (1, 0)))  # [B, S] 1 on the first token of a turn
         action_mask = mask * (rollout.turns != pad(rollout.turns[:, 1:], (0, 1)))  # 1 on its last
-        last_columns = sum_by(rollout.turns, columns * action_mask.long(), last_turn)  # [B, T + 1] of each turn
-        action_column = last_columns.gather(1, rollout.turns)  # 0 2 2 0 5 5 0 for turns 0 3 3 0 4 4 0
+        turn_column = sum_by(rollout.turns, columns * action_mask.long(), last_turn)  # [B, T + 1] of its last token
+        action_column = turn_column.gather(1, rollout.turns)  # 0 2 2 0 5 5 0 for turns 0 3 3 0 4 4 0
         tokens_of_turn = sum_by(rollout.turns, mask, last_turn).gather(1, rollout.turns).clamp(min=1)
         reductions = {"first_value": is_first, "mean": mask / tokens_of_turn, "final_value": action_mask}
         value_weights = reductions[args.turn_value_reduction]

@@ -1,15 +1,17 @@
 """What keeps self-play from going round in circles? Poker, scored exactly, under kinds of regularisation.
 
-    python -m benchmark.games --workers 2                          Kuhn poker, four to five hours on two cores
-    python -m benchmark.games --only "moving reference"            one rule alone, 40 minutes
-    python -m benchmark.games --size quick --output-dir runs/kuhn  its short form, in two minutes
-    python -m benchmark.games --game leduc --workers 2             Leduc poker, an hour of a core for each run
+    python -m benchmark.games --workers 2                                    Kuhn poker, four to five hours on two cores
+    python -m benchmark.games --only "moving reference"                      one rule alone, 40 minutes
+    python -m benchmark.games --size quick --seeds 1 --output-dir runs/kuhn  all rules in short, in two minutes
+    python -m benchmark.games --game leduc --workers 2                       Leduc poker, one to two hours a run
 
 One agent of 0.18 million parameters, which begins with each legal move as likely as any other (make_game_lm), plays
-both seats, 400 updates of 256 matches, of Leduc poker 128; under one rule two agents have a seat each. Exploitability
-is computed every 25 updates. Runs are made in <output-dir>/runs, one thread each, what is kept of them in
-<output-dir>/results, and runs that are kept are not made again: the command may be stopped and given again. The table
-is put into games.md, the picture beside it.
+both seats for 400 updates, each of 256 matches of Kuhn poker or 128 of Leduc poker; under one rule of Kuhn poker two
+agents have a seat each. Exploitability is computed every 25 updates. Runs are made in <output-dir>/runs, one thread
+each, what is kept of them in <output-dir>/results, and runs that are kept are not made again: the command may be
+stopped and given again. The rows of Leduc poker in benchmark/leduc were not kept by it (games.md says how they were
+made), so that it makes those runs anew, and half an hour before them the model that they begin from. The table is put
+into games.md, the picture beside it.
 """
 
 import shlex
@@ -155,9 +157,9 @@ class StudyArgs:
     game: Literal["kuhn", "leduc"] = "kuhn"  # the poker that is played
     size: Literal["full", "quick"] = "full"  # quick: a few small updates
     seeds: tuple[int, ...] = (1, 2, 3)  # seeds of every run
-    only: tuple[str, ...] = ()  # variants to run; none: all
+    only: tuple[str, ...] = ()  # rules to run, as the tables in games.md name them; none: all
     workers: PositiveInt = 1  # runs at a time, of one thread each
-    output_dir: str | None = None  # folder of the base, the runs, and what is kept of them; none: benchmark/<game>
+    output_dir: str | None = None  # folder of the runs, their first model, and what is kept; none: benchmark/<game>
 
 
 @flags
@@ -171,7 +173,7 @@ def main(args):
     game, is_quick = GAMES[args.game], args.size == "quick"
     args.output_dir = args.output_dir or f"{HERE.name}/{args.game}"
     folder = Path(args.output_dir)
-    if is_quick and folder.resolve() == HERE / args.game:
+    if is_quick and folder.resolve() in {HERE / name for name in GAMES}:
         raise UserError(f"--size quick takes another --output-dir: the full results are in {folder}")
     for variant in args.only:
         if variant not in game.variants:

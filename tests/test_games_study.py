@@ -1,4 +1,4 @@
-"""benchmark.games: a run in short, its table and picture, and bad input."""
+"""benchmark.games: a run in short, its table and picture, the page beside kept runs, how long runs are, bad input."""
 
 import numpy as np
 import pytest
@@ -35,6 +35,13 @@ def test_the_table_has_the_mean_of_seeds_and_the_lowest_of_each():
     header, _, line, _ = games.table({"nothing": seeds})
     assert "exploitability after 2 matches" in header
     assert line.startswith("| nothing | 2 | 0.200 | 0.108 to 0.292 | 0.100 0.300 | 0.100 | 3.0% |")
+
+
+@pytest.mark.parametrize("game", games.GAMES)
+def test_the_page_has_what_kept_runs_give(game):
+    curves = {variant: games.scores(games.HERE / game / "results", variant) for variant in games.GAMES[game].variants}
+    assert all(len(seeds) == 5 for seeds in curves.values())
+    assert "\n".join([f"<!-- {game} -->\n", *games.table(curves)]) in (games.HERE / "games.md").read_text()
 
 
 @pytest.mark.parametrize("game", games.GAMES)
