@@ -119,10 +119,24 @@ def seconds_on_questions(place):
     return [f"{median(seconds[1 - place] for seconds in own):.0f}" for own in parts]
 
 
-def leduc(*updates, rule="moving_reference", seed=1):
-    """Exploitability of Leduc poker after some updates."""
-    rows = read_metrics(ROOT / f"benchmark/leduc/results/{rule}__{seed}")
-    return [f"{rows[update - 1]['eval/exploitability']:.2f}" for update in updates]
+def leduc(update, seed):
+    """Exploitability of Leduc poker with a moving reference."""
+    rows = read_metrics(ROOT / f"benchmark/leduc/results/moving_reference__{seed}")
+    return f"{rows[update - 1]['eval/exploitability']:.2f}"
+
+
+RULES = ("moving_reference", "initial_reference", "nothing")
+
+
+def five(game, rule, name, *updates):
+    """A column of a study's five seeds after some updates, as far as they went, from the lowest to the highest."""
+    runs = [read_metrics(ROOT / f"benchmark/{game}/results/{rule}__{seed}") for seed in range(1, 6)]
+    return sorted(rows[update - 1][name] for rows in runs for update in updates if update <= len(rows))
+
+
+def lowest_and_highest(*args):
+    values = five(*args)
+    return [f"{value:.2f}" for value in (values[0], values[-1])]
 
 
 def reasoning():
@@ -307,20 +321,47 @@ SENTENCES = [  # page, a sentence, its figures
         "docs/games.md",
         "falls from {}, {} and {} after the first update (seeds 1 to 3) to {}, {} and {} after 200, and to {}, {} and "
         "{} after 400 (`benchmark/leduc`)",
-        lambda: [value for update in (1, 200, 400) for seed in (1, 2, 3) for value in leduc(update, seed=seed)],
+        lambda: [leduc(update, seed) for update in (1, 200, 400) for seed in (1, 2, 3)],
     ),
     (
         "docs/games.md",
-        "it rises instead: to {} and {} at most (seeds 1 and 2), and is at {} and {} after 200 updates",
+        "five seeds have {} on average, with the initial model as the reference (without "
+        "`--reference-update-interval`) {}, and with none (`--kl-loss-coef 0`) {}:",
+        lambda: [f"{fmean(five('leduc', rule, 'eval/exploitability', 150)):.2f}" for rule in RULES],
+    ),
+    (
+        "benchmark/games.md",
+        "falls from between {} and {} to between {} and {}. It is as easy to exploit as the random player, or easier: "
+        "{} to {} after 150 updates, and up to {} before",
         lambda: [
-            *(max(leduc(*range(25, 201, 25), rule="nothing", seed=seed)) for seed in (1, 2)),
-            *(value for seed in (1, 2) for value in leduc(200, rule="nothing", seed=seed)),
+            *lowest_and_highest("leduc", "nothing", "agent_0/entropy", 1),
+            *lowest_and_highest("leduc", "nothing", "agent_0/entropy", 100),
+            *lowest_and_highest("leduc", "nothing", "eval/exploitability", 150),
+            lowest_and_highest("leduc", "nothing", "eval/exploitability", *range(25, 151, 25))[1],
         ],
     ),
     (
-        "docs/games.md",
-        "seed 1 has {} after 100, where it was stopped and has {} with one that moves.",
-        lambda: [*leduc(100, rule="initial_reference"), *leduc(100)],
+        "benchmark/games.md",
+        "after 150 updates it is {} at least. With the initial model all five seeds are below the random player by "
+        "then, between {} and {}, and with a moving one four of five, between {} and {}.",
+        lambda: [
+            min(lowest_and_highest("leduc", rule, "agent_0/entropy", 150)[0] for rule in RULES[:2]),
+            *lowest_and_highest("leduc", "initial_reference", "eval/exploitability", 150),
+            *lowest_and_highest("leduc", "moving_reference", "eval/exploitability", 150),
+        ],
+    ),
+    (
+        "benchmark/games.md",
+        "is ahead after as many matches, with {} beside {}.",
+        lambda: [f"{fmean(five('kuhn', rule, 'eval/exploitability', 75)):.2f}" for rule in RULES[:2]],
+    ),
+    (
+        "benchmark/games.md",
+        "fall to {}, {} and {}. The initial model as the reference has {} at least in its first 200 updates",
+        lambda: [
+            *(leduc(400, seed) for seed in (1, 2, 3)),
+            lowest_and_highest("leduc", "initial_reference", "eval/exploitability", 1, *range(25, 201, 25))[0],
+        ],
     ),
     (
         "docs/report.md",
