@@ -330,6 +330,11 @@ SENTENCES = [  # page, a sentence, its figures
         lambda: [f"{fmean(five('leduc', rule, 'eval/exploitability', 150)):.2f}" for rule in RULES],
     ),
     (
+        "docs/report.md",
+        "after 19,200 matches, with {} beside {} with one that follows, and {} with none",
+        lambda: [f"{fmean(five('leduc', RULES[k], 'eval/exploitability', 150)):.2f}" for k in (1, 0, 2)],
+    ),
+    (
         "benchmark/games.md",
         "falls from between {} and {} to between {} and {}. It is as easy to exploit as the random player, or easier: "
         "{} to {} after 150 updates, and up to {} before",
