@@ -82,14 +82,14 @@ GAMES = {
 QUICK = "--train-size 512 --rollout-buffer-size 64 --mini-batch-size 64 --micro-batch-size 64 --eval-interval 4"
 
 
-def job_of(game, variant, seed, base, size):
+def job_of(name, variant, seed, base, size):
     """A run in <variant>__<seed>."""
-    played = GAMES[game]
-    gae_lambda, regularised = played.variants[variant]
-    words = f"python ppo_llm.py --model {base} --env open_spiel:{game}_poker --num-agents 2 --self-play {played.flags}"
+    game = GAMES[name]
+    gae_lambda, regularised = game.variants[variant]
+    words = f"python ppo_llm.py --model {base} --env open_spiel:{name}_poker --num-agents 2 --self-play {game.flags}"
     words += " --max-new-tokens 2 --lora-rank 0 --no-use-separate-critic --update-epochs 1 --num-train-epochs 1"
     words += f" --gae-lambda {gae_lambda} --actor-learning-rate 1e-3 --critic-learning-rate 2e-3 --adam-beta2 0.999"
-    words += f" {f'{played.size} --eval-interval 25' if size == 'full' else QUICK} {regularised} --seed {seed}"
+    words += f" {f'{game.size} --eval-interval 25' if size == 'full' else QUICK} {regularised} --seed {seed}"
     return Job(f"{folder_of(variant)}__{seed}", shlex.split(words))
 
 
@@ -109,10 +109,10 @@ def scores(results, variant):
 
 def table(curves):
     """A row for each rule, of as many matches as all runs have played."""
-    played = min(matches[-1] for seeds in curves.values() for matches, *_ in seeds)
+    shortest = min(matches[-1] for seeds in curves.values() for matches, *_ in seeds)
     lines = []
     for variant, seeds in curves.items():
-        seeds = [seed[:, seed[0] <= played] for seed in seeds]
+        seeds = [seed[:, seed[0] <= shortest] for seed in seeds]
         last = [exploitability[-1] for _, exploitability, _ in seeds]
         best = [exploitability.min() for _, exploitability, _ in seeds]
         illegal = np.mean([share[-1] for *_, share in seeds])
@@ -125,7 +125,7 @@ def table(curves):
         ]
         row += [" ".join(f"{value:.3f}" for value in last), plot.number(np.mean(best), 3), f"{illegal:.1%}"]
         lines.append(row)
-    score = f"exploitability after {played:,.0f} matches"
+    score = f"exploitability after {shortest:,.0f} matches"
     header = f"regularised by|seeds|{score}|95 % interval|of each seed|mean of lowest|illegal answers"
     return plot.markdown(header, lines)
 
@@ -187,10 +187,11 @@ def main(args):
         make_game_lm.main(make_game_lm.Args(env=env, out=str(base), steps=steps, reading_coef=coef))
     failed = make(jobs, args)
     curves = {variant: seeds for variant in game.variants if (seeds := scores(folder / "results", variant))}
-    with writing(folder):
-        pictures = folder if is_quick else HERE
-        draw(curves, game, pictures / f"{args.game}.png")
-        fill([HERE / "games.md"], {args.game: table(curves)}, pictures)
+    pictures = folder if is_quick else HERE
+    if curves:
+        with writing(folder):
+            draw(curves, game, pictures / f"{args.game}.png")
+            fill([HERE / "games.md"], {args.game: table(curves)}, pictures)
     if failed:
         raise Failed(f"{len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}")
     print(f"wrote {pictures}")

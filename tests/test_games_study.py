@@ -5,10 +5,13 @@ import pytest
 
 import ppo_llm
 from benchmark import games
+from utils.benchmark import Failed
 from utils.cli import UserError, parse
 from utils.run.reader import read_metrics
 
-pytest.importorskip("pyspiel")
+pyspiel = pytest.importorskip("pyspiel")
+exploitability = pytest.importorskip("open_spiel.python.algorithms.exploitability")
+policy = pytest.importorskip("open_spiel.python.policy")
 
 
 @pytest.mark.slow
@@ -17,7 +20,7 @@ def test_a_study_in_short_is_run_scored_and_drawn(tmp_path):
     games.main(args)
     rows = read_metrics(tmp_path / "results" / "moving_reference__1")
     scores = [row[games.SCORE] for row in rows if row.get(games.SCORE) is not None]
-    page = (tmp_path / "games.md").read_text()
+    page = (tmp_path / "games.md").read_text().partition("<!-- kuhn -->")[2].partition("<!-- end -->")[0]
     assert len(scores) >= 2 and f"| moving reference | 1 | {scores[-1]:.3f} |" in page and "| nothing |" not in page
     assert (tmp_path / "kuhn.png").stat().st_size > 5000
     games.main(args)  # what is kept is not run again
@@ -38,6 +41,21 @@ def test_the_table_has_the_mean_of_seeds_and_the_lowest_of_each():
 
 
 @pytest.mark.parametrize("game", games.GAMES)
+def test_the_uniformly_random_player_is_as_easy_to_exploit_as_open_spiel_says(game):
+    played = pyspiel.load_game(f"{game}_poker")
+    found = exploitability.exploitability(played, policy.UniformRandomPolicy(played))
+    assert games.GAMES[game].uniform == pytest.approx(found, abs=0.0005)
+
+
+def test_a_study_whose_runs_all_fail_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(games, "make", lambda jobs, _: [job.name for job in jobs])
+    monkeypatch.setattr(games.make_game_lm, "main", lambda _: None)
+    args = games.Args(size="quick", seeds=(1,), only=("nothing",), output_dir=str(tmp_path))
+    with pytest.raises(Failed, match="^1 of 1 runs failed: nothing__1$"):
+        games.main(args)
+
+
+@pytest.mark.parametrize("game", games.GAMES)
 def test_the_page_has_what_kept_runs_give(game):
     curves = {variant: games.scores(games.HERE / game / "results", variant) for variant in games.GAMES[game].variants}
     assert all(len(seeds) == 5 for seeds in curves.values())
@@ -47,8 +65,9 @@ def test_the_page_has_what_kept_runs_give(game):
 @pytest.mark.parametrize("game", games.GAMES)
 @pytest.mark.parametrize("size, num_updates", [("full", 400), ("quick", 8)])
 def test_runs_are_as_long_as_their_study_says(game, size, num_updates):
-    words = {variant: games.job_of(game, variant, 3, "some/base", size).argv for variant in games.GAMES[game].variants}
-    of_runs = {variant: parse(ppo_llm.Args, argv[2:]) for variant, argv in words.items()}
+    of_runs = {}
+    for variant in games.GAMES[game].variants:
+        of_runs[variant] = parse(ppo_llm.Args, games.job_of(game, variant, 3, "some/base", size).argv[2:])
     for args in of_runs.values():
         assert (args.env, args.model, args.seed) == (f"open_spiel:{game}_poker", ("some/base",), 3)
         assert args.train_size == num_updates * args.rollout_buffer_size
@@ -61,6 +80,7 @@ def test_runs_are_as_long_as_their_study_says(game, size, num_updates):
         ({"only": ("no",)}, "--only takes"),
         ({"game": "leduc", "only": ("entropy, held",)}, "--only takes"),
         ({"size": "quick"}, "another --output-dir"),
+        ({"size": "quick", "output_dir": str(games.HERE / "leduc")}, "another --output-dir"),
         ({"seeds": (1, 1)}, "--seeds"),
     ],
 )
